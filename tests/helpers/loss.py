@@ -26,6 +26,26 @@ class Arrived(NamedTuple):
     metrics: dict[str, float]
 
 
+def loss_of(
+    actor: Any,
+    distillation: DistillationConfig,
+    batch: Any,
+    logits: torch.Tensor,
+    log_probs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What verl's engine gets for a micro-batch without padding: loss and metrics.
+
+    ``logits``, (1, N, V), are the policy's, ``log_probs``, (N,), of the tokens that follow.
+    """
+    values = {} if log_probs is None else {"log_probs": log_probs}
+    if "teacher_ids" in batch:
+        carried = atropos_loss(actor, distillation, data=batch, student_logits=logits)
+        values |= {key: per_token[0] for key, per_token in carried.items()}
+    offsets = batch["input_ids"].offsets()
+    output = {key: torch.nested.nested_tensor_from_jagged(each, offsets) for key, each in values.items()}
+    return atropos_loss(actor, distillation, model_output=output, data=batch)
+
+
 def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) -> Arrived:
     """One update's loss of a policy that still has the logprobs that the groups were sampled with."""
     config = compose_config("actor_rollout_ref.model.path=none", *overrides)
@@ -44,15 +64,10 @@ def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) 
     for row, (end, size) in enumerate(zip(offsets[1:].tolist(), response, strict=True)):
         log_probs[end - 1 - size : end - 1] = sampled[row, :size]  # at t stands that of token t + 1
     log_probs.requires_grad_()
-    output = {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets)}
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(log_probs), vocab_size, generator=generator).requires_grad_()
-    settings = DistillationConfig(loss_coef=1.0)
-    if "teacher_ids" in batch:
-        carried = atropos_loss(None, settings, data=batch, student_logits=logits[None])
-        output |= {key: torch.nested.nested_tensor_from_jagged(value[0], offsets) for key, value in carried.items()}
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    loss, metrics = atropos_loss(actor, settings, model_output=output, data=batch)
+    loss, metrics = loss_of(actor, DistillationConfig(loss_coef=1.0), batch, logits[None], log_probs)
     by_log_probs, by_logits = torch.autograd.grad(loss, (log_probs, logits), allow_unused=True)
     advantages = [0.0, *(-tokens * by_log_probs).tolist()]  # of token t at t, but for the first of all
     spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)

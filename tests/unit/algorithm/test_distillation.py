@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,11 +9,11 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from helpers.trainer import compose_config, random_group
+from helpers.loss import loss_of
+from helpers.trainer import compose_config
 from recipe.atropos.algorithm import losses
 from recipe.atropos.algorithm.losses import (
     DistillationConfig,
-    atropos_loss,
     finished_metrics,
     forward_kl_top_k,
 )
@@ -122,57 +121,6 @@ def test_distillation_is_zero_where_policy_and_teacher_agree(rng):
     assert (moved[:2] > 1e-3).all() and not moved[2:].any()
 
 
-@pytest.mark.parametrize("use_policy_loss", [True, False], ids=["beside", "alone"])
-def test_distillation_sits_on_the_tokens_that_were_asked_about(rng, use_policy_loss):
-    """From the API's fields through the row contract and verl's removal of padding, against one plain sequence each."""
-    source = np.random.default_rng(0)
-    groups = [random_group(source, V, turns=2, size=3), random_group(source, V, turns=1, size=2)]
-    full = [torch.randn(len(t), V, generator=rng).log_softmax(-1) for t in groups[0]["tokens"]]
-    groups[0]["distill_token_ids"] = [[[]] + f.topk(4).indices[1:].tolist() for f in full]
-    groups[0]["distill_logprobs"] = [[[]] + f.topk(4).values[1:].tolist() for f in full]
-    data, report = groups_to_data_proto(groups, RowLimits(60, 0, vocab_size=V))
-    assert not report.dropped
-    data.batch["old_log_probs"] = torch.zeros_like(data.batch["token_level_scores"])
-    data.batch["advantages"] = torch.randn(data.batch["responses"].shape, generator=rng)
-    data = left_right_2_no_padding(data.to_tensordict())
-    tokens = data["input_ids"].values().numel()
-    info = {"dp_size": 1, "batch_num_tokens": int(data["response_mask"].sum()), "global_batch_size": len(data)}
-    tu.assign_non_tensor(data, **info)
-    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
-    distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
-
-    logits = torch.randn(1, tokens, V, generator=rng).requires_grad_()
-    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
-    offsets = data["input_ids"].offsets()
-    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
-    next_ids = data["input_ids"].values().roll(-1)
-    log_probs = logits[0].log_softmax(-1).gather(-1, next_ids[:, None])[:, 0]
-    output["log_probs"] = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
-    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
-
-    total, row = 0.0, 0
-    for group in groups:
-        for i, mask in enumerate(group["masks"]):
-            own = logits[0, offsets[row] : offsets[row + 1]].log_softmax(-1)
-            for t in range(1, len(mask)):
-                if mask[t] != -100 and group is groups[0]:
-                    p, at = full[i][t].topk(4)
-                    rest_p, rest_q = 1 - p.exp().sum(), 1 - own[t - 1, at].exp().sum()
-                    total = total + (p.exp() * (p - own[t - 1, at])).sum() + rest_p * (rest_p / rest_q).log()
-            row += 1
-    assert row == len(data) == 5
-    n = info["batch_num_tokens"]
-    assert metrics["actor/distillation_loss"].aggregate() == pytest.approx((total / n).item(), rel=1e-3)
-    if not use_policy_loss:
-        assert loss.item() == pytest.approx(0.7 * (total / n).item(), rel=1e-3)
-        wanted = torch.autograd.grad(0.7 * total / n, logits, retain_graph=True)[0]
-        torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted, atol=1e-6, rtol=1e-3)
-    else:
-        alone = metrics["actor/pg_loss"].aggregate()
-        assert loss.item() == pytest.approx(alone + 0.7 * (total / n).item(), rel=1e-3)
-        assert abs(alone) > 1e-3
-
-
 @pytest.mark.parametrize("sequences", [2, 8], ids=["whole", "survivors_of_a_part"])
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_distillation_is_averaged_over_all_trained_tokens(rng, mode, sequences):
@@ -200,10 +148,7 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode, sequences):
     config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
     distillation = DistillationConfig(loss_coef=0.5, use_policy_loss=False)
     logits = torch.randn(1, 2 * length, V, generator=rng)
-    carried = atropos_loss(config, distillation, data=data, student_logits=logits)
-    offsets = data["input_ids"].offsets()
-    output = {key: torch.nested.nested_tensor_from_jagged(v[0], offsets) for key, v in carried.items()}
-    loss, metrics = atropos_loss(config, distillation, model_output=output, data=data)
+    loss, metrics = loss_of(config, distillation, data, logits)
     kl, mass = forward_kl_top_k(logits[0, 1:3], top.indices[2:4], top.values[2:4])
     tokens, rows = 4, sequences
     mean = (

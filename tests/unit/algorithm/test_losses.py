@@ -15,6 +15,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from helpers.loss import loss_of
 from helpers.trainer import compose_config, random_group
 from recipe.atropos.algorithm import losses
 from recipe.atropos.algorithm.losses import (
@@ -165,15 +166,11 @@ def reported(config, distillation, mini_batch, ranks):
             tu.assign_non_tensor(micro, **info)
             lengths = micro["input_ids"].offsets().diff().tolist()
             of_rows = torch.cat([logits[:, row * 100 : row * 100 + n] for row, n in zip(rows, lengths, strict=True)], 1)
-            carried = atropos_loss(config, distillation, data=micro, student_logits=of_rows)
             flat = torch.zeros(sum(lengths))
             for row, end, n in zip(rows, np.cumsum(lengths), lengths, strict=True):
                 response = int(data.batch["attention_mask"][row, -log_probs.shape[1] :].sum())
                 flat[end - 1 - response : end - 1] = log_probs[row, :response] if response < n else 0.0
-            output = {key: values[0] for key, values in carried.items()} | {"log_probs": flat.requires_grad_()}
-            offsets = micro["input_ids"].offsets()
-            output = {key: torch.nested.nested_tensor_from_jagged(v, offsets) for key, v in output.items()}
-            _, of_micro = atropos_loss(config, distillation, model_output=output, data=micro)
+            _, of_micro = loss_of(config, distillation, micro, of_rows, flat.requires_grad_())
             for key, metric in of_micro.items():
                 if isinstance(metric, Metric):
                     metrics.setdefault(key, metric.init_list()).append(metric)

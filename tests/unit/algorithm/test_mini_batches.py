@@ -2,14 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
 from recipe.atropos.algorithm.mini_batches import (
-    _has_trained_token,
     lay_out,
     micro_batch_size,
     mini_batch_of_groups,
@@ -50,16 +48,13 @@ def members(layout, ranks):
         ([2, 2, 2, 12, 2], 10, [0, 0, 0, 1, 1]),
         ([8, 8, 8, 1], 8, [0, 1, 2, 2]),  # a group that is none counts as one sequence
         ([3], 16, [0]),
+        ([8] * 3, 16, [0, 1, 1]),  # half a mini-batch more is one more
+        ([7, 8, 8], 16, [0, 0, 0]),
     ],
     ids=str,
 )
 def test_mini_batch_of_groups_by_hand(sizes, sequences, expected):
     assert mini_batch_of_groups(sizes, sequences) == expected
-
-
-def test_survivors_half_a_mini_batch_more_is_one_more():
-    assert mini_batch_of_groups([8] * 3, 16) == [0, 1, 1]
-    assert mini_batch_of_groups([7, 8, 8], 16) == [0, 0, 0]
 
 
 @settings(max_examples=150)
@@ -146,18 +141,11 @@ def test_mini_batches_calculate_the_entropy_where_it_is_used(asked, coefficient,
 def test_mini_batches_without_a_trained_token_are_left_out():
     """Of three on two ranks, the second; the others keep their places."""
     batch = rows_to_data_proto(some_rows([12], [3] * 12), RowLimits(12, 0))
-    batch.batch["response_mask"][[2, 3, 8, 9]] = 0
+    batch.batch["response_mask"][[0, 1, 2, 3, 6, 8, 9]] = 0  # of the first, the last row of the second rank is left
     workers, settings = Workers(), {"calculate_entropy": True, "ppo_epochs": 1, "data_loader_seed": 1}
     metrics = update_actor(workers, batch, OmegaConf.create(settings), mini_batches=3, ranks=2)
     assert workers.first_tokens == [0, 1, 4, 5, 6, 7, 10, 11] and workers.told["mini_batch_size"] == 4
     assert metrics["atropos/mini_batches"] == [2] and metrics["atropos/mini_batches_without_token"] == [1]
-
-
-def test_mini_batches_without_a_trained_token_are_found():
-    mask = torch.zeros(12, 3)  # two ranks, three mini-batches, two rows in each
-    mask[7, 1] = mask[1, 0] = 1  # of the second rank's first, of the first rank's first
-    mask[10, 2] = 1
-    assert _has_trained_token(mask, mini_batches=3, ranks=2).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(
