@@ -116,6 +116,7 @@ def test_environment_advantages_reach_their_tokens(by_std, use_own):
     data = estimate(groups, f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}", use_advantages=use_own)
     assert_same(as_rows(data), expected_advantages(groups, by_std, use_own))
     assert any(value < 0 for row in as_rows(data) for value in row.values())
+    assert data.non_tensor_batch["has_signal"].tolist() == [any(row.values()) for row in as_rows(data)]
 
 
 @pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
@@ -217,9 +218,9 @@ def test_verls_estimators_give_what_they_give_on_verls_data(name):
 def test_group_too_small_for_an_estimator_is_counted():
     """The group is left out."""
     rng = np.random.default_rng(0)
-    groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (3, 1)]
+    groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (2, 1)]
     data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
-    assert data.batch["advantages"][:3].any() and not data.batch["advantages"][3].any()
+    assert data.batch["advantages"][:2].any() and not data.batch["advantages"][2].any()
     assert batch_metrics(data)["atropos/zero_signal_groups"] == 1
 
 
@@ -405,31 +406,6 @@ def test_row_without_own_advantages_can_be_an_error():
     estimate(groups[1:2], fallback_to_grpo=False)
 
 
-def test_metrics_are_of_each_environment_and_of_all():
-    groups = mixed_groups()
-    groups[0]["scores"] = [1.0] * 4
-    for group, env in zip(groups, (0, None, 0, 7), strict=True):
-        group["env_id"] = env
-    groups[1]["group_overrides"] = {"env_name": "math/hard"}
-    data = estimate(groups)
-    metrics, rows = batch_metrics(data), as_rows(data)
-    scores = [group["scores"] for group in groups]
-    assert metrics["atropos/num_environments"] == 3
-    assert metrics["atropos/mean_score"] == pytest.approx(statistics.fmean(sum(scores, [])), abs=1e-5)
-    assert metrics["atropos/env_0/mean_score"] == pytest.approx(statistics.fmean(scores[0] + scores[2]), abs=1e-5)
-    assert metrics["atropos/math_hard/groups"] == 1 and metrics["atropos/env_0/groups"] == 2
-    values = [value for row in rows[4:7] for value in row.values()]
-    assert metrics["atropos/math_hard/mean_advantage"] == pytest.approx(statistics.fmean(values), abs=1e-5)
-    lengths = [len(m) - next(t for t, k in enumerate(m) if k != -100) for m in groups[3]["masks"]]
-    assert metrics["atropos/env_7/response_length"] == statistics.fmean(lengths)
-    assert (
-        "has_signal" in data.non_tensor_batch
-        and metrics["atropos/zero_signal_groups"] == 2
-        and metrics["atropos/zero_signal_share"] == 0.5
-    )
-    assert metrics["atropos/env_7/zero_signal_share"] == 1 and metrics["atropos/env_0/zero_signal_share"] == 0.5
-
-
 def test_group_without_signal_is_counted_before_normalizing():
     groups = mixed_groups()[1:3]
     for group in groups:
@@ -439,18 +415,6 @@ def test_group_without_signal_is_counted_before_normalizing():
     assert data.batch["advantages"][0].any() and batch_metrics(data)["atropos/zero_signal_groups"] == 1
 
 
-def test_drops_are_counted_by_reason_and_environment():
-    groups = mixed_groups()
-    groups[0]["scores"][0] = math.inf
-    groups[0]["env_id"] = 3
-    groups[2]["masks"][1] = [-100] * len(groups[2]["masks"][1])
-    groups[2]["group_overrides"] = {"env_name": "code"}
-    _, report = groups_to_data_proto(groups, LIMITS)
-    metrics = report.metrics()
-    assert metrics["atropos/env_3/dropped/nonfinite_scores"] == 4 == metrics["atropos/dropped/nonfinite_scores"]
-    assert metrics["atropos/code/dropped/no_trained_token"] == 1 == metrics["atropos/dropped/no_trained_token"]
-
-
 def test_grpo_by_itself_divides_by_the_deviation():
     """As verl calls an estimator that knows nothing of environments."""
     rewards, index = torch.tensor([[0.0, 1.0], [0.0, 3.0], [5.0, 0.0]]), np.array(["a", "a", "b"], dtype=object)
@@ -458,12 +422,6 @@ def test_grpo_by_itself_divides_by_the_deviation():
     half = math.sqrt(0.5)
     torch.testing.assert_close(advantages, torch.tensor([[-half] * 2, [half] * 2, [5.0] * 2]), atol=1e-4, rtol=0)
     assert advantages is returns
-
-
-def test_grpo_passk_compares_groups_of_two():
-    rng = np.random.default_rng(0)
-    data = estimate([random_group(rng, 50, size=2) | {"scores": [0.0, 1.0]}], "algorithm.adv_estimator=grpo_passk")
-    assert not data.batch["advantages"][0].any() and data.batch["advantages"][1].any()
 
 
 def test_moments_of_nothing_change_nothing():
