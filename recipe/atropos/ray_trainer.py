@@ -251,7 +251,7 @@ class RayGRPOAtroposTrainer:
 
         In bypass mode they are the engine's, except for rows that came without logprobs.
         """
-        engine = batch.batch.pop("rollout_log_probs", None)
+        engine = batch.batch.get("rollout_log_probs")
         bypass = self.config.algorithm.rollout_correction.bypass_mode
         lacking = ~batch.non_tensor_batch["has_log_probs"] & ~batch.non_tensor_batch["is_padding"]
         if not bypass:
@@ -266,7 +266,6 @@ class RayGRPOAtroposTrainer:
             batch.batch["old_log_probs"] = self.actor.log_probs(batch)[0]["old_log_probs"]
         if engine is None:
             return
-        batch.batch["rollout_log_probs"] = engine
         if "old_log_probs" in batch.batch:
             self.metrics |= compare_with_engine(batch, version=self.global_steps - 1)
         if bypass:

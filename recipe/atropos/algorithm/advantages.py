@@ -255,14 +255,14 @@ def shape_advantages(
     return torch.where(trained, advantages, 0.0)
 
 
+@dataclass
 class KLCoefficient:
     """Checkpoint state of verl's KL controllers: the coefficient that an adaptive one has reached.
 
     A fixed one keeps that of the configuration, which may have been changed before the run was resumed.
     """
 
-    def __init__(self, controller: AdaptiveKLController | FixedKLController):
-        self.controller = controller
+    controller: AdaptiveKLController | FixedKLController
 
     def state_dict(self) -> dict[str, float]:
         return {"value": float(self.controller.value)}
