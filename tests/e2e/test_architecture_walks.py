@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from helpers import ROOT
-from helpers.environments import length_env
+from helpers.environments import item_env
 from recipe.atropos.utils.process import start_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -33,7 +33,7 @@ def calls(tmp_path_factory, model_path):
     """{function: {event: times}} of a run of one step, in all of its processes."""
     folder = tmp_path_factory.mktemp("walks")
     options = ["--preset=demo", f"--model={model_path}", "--steps=1", f"--run-dir={folder / 'run'}"]
-    options += [f"environment.target={length_env.__file__}:LengthEnv", "environment.evaluate=false"]
+    options += [f"environment.target={item_env.__file__}:ItemEnv", "environment.evaluate=false"]
     options += ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"]
     program = "import sys; from recipe.atropos.launch_services import main; sys.exit(main())"
     env = {
