@@ -204,7 +204,7 @@ def measure(folder: Path, layers: int, rounds: int, bucket: int) -> dict[str, fl
             for number in range(-WARM_UP, rounds):
                 version += 1
                 with Peak() as peak:
-                    metrics = asyncio.run(pusher.send_weights(iter(weights.items()), version))
+                    metrics = asyncio.run(pusher.send_weights(iter(weights.items()), version, [server.url]))
                 assert metrics["weight_sync/bytes"] == n_bytes
                 floor = floors[transport]()
                 if number == -WARM_UP:  # the first push allocates

@@ -1,8 +1,8 @@
 """verl's workers for this recipe: an actor, together with the reference policy if one is needed.
 
 Three things differ from verl's ``ActorRolloutRefWorker``: there is no rollout engine in the process (SGLang runs behind
-HTTP), padding rows do not count as sequences in the loss, and the loss can include a distillation term. verl's own
-``update_weights`` pushes weights through the checkpoint engine of ``weight_sync``.
+HTTP), padding rows do not count as sequences in the loss, and the loss can include a distillation term. Weights are
+pushed through the checkpoint engine of ``weight_sync``.
 """
 
 from functools import partial
@@ -100,11 +100,11 @@ class AtroposActorWorker(ActorRolloutRefWorker):
         if not self.actor.engine.adapter_only:
             self.checkpoint_engine.expect(self.actor.engine.checkpoint_format)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_inference_urls(self, urls: list[str], adapter: str | None = None) -> None:
-        """Set the servers for the next pushes and, for adapter-only LoRA sync, the adapter's name on the servers."""
-        self.checkpoint_engine.urls = list(urls)
-        self.checkpoint_engine.adapter = adapter
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int, urls: list[str], adapter: str | None = None) -> dict[str, float]:
+        """Push the weights to the servers of ``urls``; see ``AtroposCheckpointEngine.send_weights``."""
+        weights, _ = self.actor.engine.get_per_tensor_param()
+        return await self.checkpoint_engine.send_weights(weights, global_steps, urls, adapter)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def empty_cache(self) -> None:

@@ -57,7 +57,7 @@ from recipe.atropos.verl_ext.batch import DataProto
 from recipe.atropos.verl_ext.driver import marked_timer, should_save_ckpt_esi
 from recipe.atropos.watchdog import alarms
 from recipe.atropos.watchdog.history import logprob_tolerance
-from recipe.atropos.weight_sync.build import build_manager
+from recipe.atropos.weight_sync.manager import build_manager
 from recipe.atropos.workers.actor import ActorGroup
 
 logger = logging.getLogger(__name__)

@@ -192,7 +192,7 @@ def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, server
 
         weights = worker.actor.engine._merged_lora_per_tensor_param()
         merged = AtroposCheckpointEngine(1 << 26, worker.rank == 0, urls=[url], transport="tensor", dtype="float32")
-        return asyncio.run(merged.send_weights(weights, 2))
+        return asyncio.run(merged.send_weights(weights, 2, [url]))
 
     workers = trainer.actor.workers
     ray.get([worker.__ray_call__.remote(push_merged, server) for worker in workers])
@@ -206,14 +206,13 @@ def test_adapter_is_not_pushed_to_servers_that_cannot_take_it(story, trainer, se
     """They are refused before anything is sent."""
     workers, url = trainer.actor, servers.urls["a"]
     before = call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version)
-    workers.set_inference_urls([url, server], "policy-9-refused")
     with pytest.raises(ray.exceptions.RayTaskError, match=f"{server}.*start it with --enable-lora"):
-        ray.get(workers.update_weights(global_steps=9, mode="atropos"))
+        ray.get(workers.update_weights(9, [url, server], "policy-9-refused"))
     assert before == (call(url, SGLangClient.adapters), call(url, SGLangClient.weight_version))
 
     async def staged(client, rank, layer):
         transport = AdapterTransport(None, proven=False)
-        transport.name = "policy-9-refused"
+        transport.adapter = "policy-9-refused"
         tensors = {f"layers.0.{layer}.lora_A.weight": torch.zeros(rank, 4)}
         await transport.stage([client], iter(tensors.items()), 9)
 

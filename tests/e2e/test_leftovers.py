@@ -27,7 +27,7 @@ SHM = Path("/dev/shm")
 RANK = """
 import sys, time
 from recipe.atropos.weight_sync.transports.tensor import TensorTransport
-transport = TensorTransport(1 << 16)
+transport = TensorTransport(bucket_size=1 << 16)
 buffer = transport._allocate(1 << 16)
 print(transport._segments[0][1], flush=True)
 time.sleep(100)
@@ -119,7 +119,7 @@ def test_leftovers_of_a_killed_process_go_with_its_successor():
 
 
 def test_leftovers_of_a_push_are_named_by_their_run():
-    transport = TensorTransport(1 << 16)
+    transport = TensorTransport(bucket_size=1 << 16)
     buffer = transport._allocate(1 << 16)
     [(_, path)] = transport._segments
     assert path.name.startswith(f"{scratch.current().folder.name}-{os.getpid()}-")

@@ -115,7 +115,7 @@ def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path,
             metrics = trainer.checkpoint_manager.update_weights(version)
             assert metrics["weight_sync/version"] == version
             assert_serves(server, model_path)
-            assert probe.verify(version, trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+            assert probe.verify(version, [server], trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
     finally:
         close(trainer)
 
@@ -217,13 +217,13 @@ def test_probe_catches_other_weights_and_older_keys(probing, model_path, server,
 
     asyncio.run(load(server, older, "13", flush_cache=True))
     with pytest.raises(WeightPushError, match=f"report version 13 but compute with other weights.* on {server}"):
-        manager.verify(13)
+        manager.verify(13, [server])
 
     asyncio.run(load(server, older, "13", flush_cache=True, resume=True))
-    Probe(manager.fleet, model_vocab(model_path), "float32", 1.0).ask()  # its keys are in the cache now
+    Probe(manager.fleet, model_vocab(model_path), "float32", 1.0).ask([server])  # its keys are in the cache now
     asyncio.run(load(server, newer, "14", flush_cache=False))
     with pytest.raises(WeightPushError, match="or with keys of older ones"):
-        manager.verify(14)
+        manager.verify(14, [server])
     assert asyncio.run(version_of(server)) == "14" and manager.version == 12
 
     manager.update_weights(15)  # a whole push fixes it, and lets the server go on

@@ -59,8 +59,8 @@ def test_names_of_moe_models_are_served(make_model, family_server, tmp_path, fam
     try:
         probe = Probe(trainer.checkpoint_manager.fleet, model_vocab(model), "float32", 1.0)
         with pytest.raises(WeightPushError, match="compute with other weights"):
-            probe.verify(0, trainer._log_probs_of)
+            probe.verify(0, [server], trainer._log_probs_of)
         trainer.checkpoint_manager.update_weights(1)
-        assert probe.verify(1, trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+        assert probe.verify(1, [server], trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
     finally:
         close(trainer)

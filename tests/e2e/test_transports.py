@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
+import helpers.pigeon_transport  # noqa: F401  (registers a fourth)
 from helpers.checksums import can_checksum
 from helpers.sglang import call, make_tiny_model, running_sglang
 from helpers.transports import LIMIT, engine, send, shared_memory, weights_of
@@ -72,7 +73,7 @@ def expected(model):
     return output[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "pigeon"])
 @pytest.mark.parametrize("bucket_size", [200_000, pytest.param(1 << 29, marks=pytest.mark.slow)], ids=["many", "one"])
 def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, version, transport, bucket_size):
     pusher = engine([server], transport, tmp_path, bucket_size)
@@ -149,7 +150,7 @@ def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tm
     pusher = engine([server], transport, tmp_path)
     send(pusher, models["new"], version)
     with pytest.raises(RuntimeError, match="out of memory, say"):
-        asyncio.run(pusher.send_weights(breaking(), version + 1))
+        asyncio.run(pusher.send_weights(breaking(), version + 1, [server]))
     assert reported(server) == str(version), "half of the weights are no version"
     send(pusher, models["old"], version + 2)
     assert greedy(server) == expected(models["old"]) and reported(server) == str(version + 2)
@@ -274,7 +275,7 @@ def failure(pusher, weights, version):
     async def inner():
         started = time.monotonic()
         with pytest.raises(WeightPushError) as error:
-            await pusher.send_weights(weights, version)
+            await pusher.send_weights(weights, version, pusher.urls)
         return str(error.value), time.monotonic() - started
 
     return asyncio.run(inner())
@@ -288,7 +289,7 @@ def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, ver
     memory = SharedMemory(ServerFleet([server], None, timeout=LIMIT), "auto", mark)
     pusher = engine([server], "tensor", tmp_path, colocated=True)
     send(pusher, models["old"], version)
-    memory.resume()
+    memory.resume([server])
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
     request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
     with ThreadPoolExecutor() as threads:
@@ -304,7 +305,7 @@ def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, ver
         time.sleep(0.5)
         assert not running.done() and not arriving.done(), "its cache comes first"
         memory.resume_caches(version + 1)
-        memory.resume()
+        memory.resume([server])
         assert not memory.without_cache and not mark.exists()
         spans = [
             [span["version"] for span in each.result()["meta_info"]["weight_versions"]] for each in (running, arriving)

@@ -14,7 +14,8 @@ LIMIT = 15  # s, one request
 
 
 def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **options):
-    return AtroposCheckpointEngine(
+    """With the servers' ``urls``, which ``send`` pushes to."""
+    pusher = AtroposCheckpointEngine(
         bucket_size,
         True,
         urls=urls,
@@ -23,11 +24,13 @@ def engine(urls, transport, tmp_path, bucket_size=200_000, dtype="float32", **op
         dtype=dtype,
         **{"timeout": LIMIT} | options,
     )
+    pusher.urls = urls
+    return pusher
 
 
 def send(engine, model, version):
     """Push a model's weights, and compare every tensor of every server that can."""
-    metrics = asyncio.run(engine.send_weights(weights_of(model), version))
+    metrics = asyncio.run(engine.send_weights(weights_of(model), version, engine.urls))
     for url in filter(can_checksum, engine.urls):
         sent = ((name, tensor.to(engine.dtype)) for name, tensor in weights_of(model))
         different = differing_tensors(url, sent)

@@ -21,11 +21,12 @@ from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from recipe.atropos.config.options import add_options, compose_overrides
+from recipe.atropos.config.transports import gpu_transport
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launcher.placement import COLOCATED_SHARE
 from recipe.atropos.launcher.run_plan import plan_run
-from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, gpu_transport, visible_gpus
+from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
 from recipe.atropos.utils.machine import gpu_memory
 from recipe.atropos.verl_ext.attention import flash_is_installed, set_micro_batches
 from recipe.atropos.verl_ext.device import PrecisionType
@@ -163,7 +164,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     transport = gpu_transport(config)
     if settings.lora_rank and not settings.lora.merge:
         buckets = 0  # an adapter is sent inside a request
-    elif transport == "tensor" and _launch(config).gpus > 1:
+    elif transport.shares_memory and _launch(config).gpus > 1:
         buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one bucket while the next is filled
     return TrainerPlan(
         parameters=parameters,
@@ -173,7 +174,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
         + (0 if engine.param_offload else parameters)
         + (0 if engine.optimizer_offload else optimizer),
         buckets=buckets,
-        buckets_stay=transport == "distributed",
+        buckets_stay=transport.keeps_buckets,
         gradients=size * trained // shards,
         gathered=_COMPUTED.itemsize * (outside + 2 * largest),
         activations=activations(model, tokens, settings.enable_gradient_checkpointing),

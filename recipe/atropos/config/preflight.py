@@ -10,9 +10,9 @@ from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config.env_specs import EnvironmentSpec, check_specs, environment_specs
 from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
+from recipe.atropos.config.transports import WeightTransport, gpu_transport, named_transport
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.store import DATABASE
-from recipe.atropos.utils.gpus import NCCL_FLAGS, gpu_transport, nccl_variables
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
@@ -43,7 +43,7 @@ def check_config(config: DictConfig) -> None:
         _check(_joined(config))
     _check(_training(config))
     _check(_weight_sync(config))
-    _check(_nccl(config))
+    _check(_transport(config))
 
 
 def check_model_settings(config: DictConfig) -> None:
@@ -100,11 +100,6 @@ def _weight_sync(config: DictConfig) -> Rules:
         "memory back under a running request; set it to auto",
     )
     yield (
-        colocated and weight_sync.transport == "distributed" and config.trainer.device == "cuda",
-        "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two ranks on "
-        "one GPU; set it to auto, tensor or disk",
-    )
-    yield (
         evaluated is not None and evaluated % pushed,
         f"evaluation.every={evaluated} is no multiple of trainer.atropos.weight_sync.every={pushed}: the servers would "
         "hold older weights than those of that update; change either",
@@ -117,18 +112,10 @@ def _weight_sync(config: DictConfig) -> Rules:
     )
 
 
-def _nccl(config: DictConfig) -> Rules:
-    """Yield SGLang flags that override NCCL's variables in the servers only; NCCL needs them equal in all processes."""
-    if gpu_transport(config) == "distributed":
-        variables = nccl_variables()
-        flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
-        for flag, names in NCCL_FLAGS.items():
-            unset = [f"{name}=1" for name in names if variables[name] != "1"]
-            yield (
-                flag in flags and unset,
-                f"inference.args.{flag} changes NCCL in the servers alone, and weights go over it: export "
-                f"{' '.join(unset)} before the start, for both sides, or leave it out",
-            )
+def _transport(config: DictConfig) -> Rules:
+    named = named_transport(config)
+    for transport in {named or WeightTransport, gpu_transport(config)}:
+        yield from ((True, problem) for problem in transport.problems(config))
 
 
 def _joined(config: DictConfig) -> Rules:
@@ -256,11 +243,11 @@ def _model(config: DictConfig) -> Rules:
 
 
 def _adapter_only(config: DictConfig) -> Rules:
-    settings = config.trainer.atropos.weight_sync
+    named = named_transport(config)
     for wrong, key, why in (
         (
-            settings.transport not in ("auto", "tensor"),
-            f"trainer.atropos.weight_sync.transport={settings.transport}",
+            named is not None and not named.in_requests,
+            f"trainer.atropos.weight_sync.transport={config.trainer.atropos.weight_sync.transport}",
             "an adapter travels inside the request that loads it; set it to auto",
         ),
         (

@@ -274,7 +274,7 @@ class Distillation(Section):
 
 
 class WeightSync(Section):
-    transport: Literal["auto", "disk", "distributed", "tensor"] = about("How weights travel; auto: the fastest")
+    transport: Text = about("How weights travel: disk, distributed, tensor, or one of your own; auto: the fastest")
     directory: Text = about("For disk: written by rank 0, read by every server")
     pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What running requests meet")
     every: Count = about("Push after every so many updates")

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 from packaging.version import Version
 
+from recipe.atropos.config.transports import gpu_transport
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import server_path, sglang_python
-from recipe.atropos.utils.gpus import gpu_transport
 from recipe.atropos.utils.machine import nvidia_smi, run_program, versions_in
 
 _KERNELS = "sglang-kernel"  # SGLang's CPU environment does not have it
@@ -82,7 +82,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
         package = f"nvidia-nccl-cu{major}"
         nccl[side] = package, versions_in(interpreter, (package,))[package]
     known = {version for _, version in nccl.values() if version is not None}  # None for a system-wide NCCL
-    if gpu_transport(config) == "distributed" and len(known) > 1:
+    if gpu_transport(config).uses_nccl and len(known) > 1:
         (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
         yield (
             f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
@@ -90,7 +90,7 @@ def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
             "trainer.atropos.weight_sync.transport=disk",
             True,
         )
-    if gpu_transport(config) == "tensor" and len(torch) == 2:
+    if gpu_transport(config).shares_memory and len(torch) == 2:
         if Version(torch["SGLang"]) < _NEW_HANDLES <= Version(torch["the trainer"]):
             yield (
                 f"weights go as handles of GPU memory, and torch {torch['SGLang']} of SGLang ({python}) opens none of "

@@ -138,14 +138,3 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
         if len(kept) < len(options):
             found[name] = ",".join(kept)
     return found
-
-
-def gpu_transport(config: DictConfig) -> str | None:
-    """Return the transport of weights to servers on GPUs: "distributed" (NCCL), "tensor" (handles) or "disk".
-
-    None: trainer or servers compute on a CPU, or only an adapter is sent, inside a request.
-    """
-    model, transport = config.actor_rollout_ref.model, config.trainer.atropos.weight_sync.transport
-    if "cpu" in (config.inference.device, config.trainer.device) or (model.lora_rank > 0 and not model.lora.merge):
-        return None
-    return transport if transport != "auto" else "tensor" if config.inference.colocated else "distributed"

@@ -1,4 +1,6 @@
-"""Pushes of FSDP weights to all SGLang servers. Importing this package registers verl's checkpoint engine "atropos".
+"""Pushes of FSDP weights to all SGLang servers.
+
+Importing this package registers verl's checkpoint engine "atropos" and the transports.
 
 - ``engine``: the interface to verl; runs on each rank.
 - ``push``: the protocol of every push; runs on rank 0.
@@ -9,7 +11,14 @@
 - ``fleet``: which servers answer, and which of them the gateway admits.
 """
 
+from importlib import import_module
+from pkgutil import iter_modules
+
+from recipe.atropos.weight_sync import transports
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.manager import WeightSyncManager
 
 __all__ = ["AtroposCheckpointEngine", "WeightSyncManager"]
+
+for module in iter_modules(transports.__path__, f"{transports.__name__}."):
+    import_module(module.name)

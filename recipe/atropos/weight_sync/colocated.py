@@ -99,14 +99,14 @@ class SharedMemory:
         if not self.without_cache:
             self.mark.unlink(missing_ok=True)
 
-    def resume(self) -> None:
+    def resume(self, urls: Sequence[str]) -> None:
         """Resume generation; for colocated servers the push leaves this to the caller, once their caches are back.
 
         Raises:
             WeightPushError: a server does not resume; names it.
         """
 
-        check_phase("resume", self.fleet.ask(lambda client: client.resume(), self.fleet.targets))
+        check_phase("resume", self.fleet.ask(lambda client: client.resume(), urls))
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
         failures = [answer for answer in self.fleet.ask(action, urls).values() if isinstance(answer, InferenceError)]

@@ -14,19 +14,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from recipe.atropos.config.transports import WeightTransport, fastest_transport
 from recipe.atropos.inference.client import Capabilities, SGLangClient
 from recipe.atropos.tensors.format import CheckpointError, read_shapes
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import PrecisionType, get_device_name
 from recipe.atropos.verl_ext.ranks import CheckpointEngine, CheckpointEngineRegistry
 from recipe.atropos.weight_sync.names import PushedNames, Streamed
-from recipe.atropos.weight_sync.push import Transport, push
+from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.served_model import check_model, served_path
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
-from recipe.atropos.weight_sync.transports.disk import DiskTransport
-from recipe.atropos.weight_sync.transports.distributed import DistributedTransport
 from recipe.atropos.weight_sync.transports.lora_adapter import AdapterTransport
-from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +33,13 @@ logger = logging.getLogger(__name__)
 class AtroposCheckpointEngine(CheckpointEngine):
     """Pushes weights to standalone SGLang servers.
 
-    ``urls``: the servers; they must serve the model of ``model_path`` (None: not compared), whose configuration may be
-    custom code if ``trust_remote_code``. ``dtype``: that of the served weights; floating-point tensors are cast to it
-    before sending, except those that servers hold in float32. ``transport`` and ``colocated``: see
-    ``choose_transport``; ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds for one request of a
-    push to one server. With ``lora_rank`` and without ``lora_merge`` only the adapter is pushed, under the name
-    ``adapter``; see ``lora_adapter``.
+    They must serve the model of ``model_path`` (None: not compared), whose configuration may be custom code if
+    ``trust_remote_code``. ``dtype``: that of the served weights; floating-point tensors are cast to it before sending,
+    except those that servers hold in float32. ``transport``: its name, or "auto", the fastest that can work with all
+    of ``urls``: "tensor" if trainer and servers share memory, that is on one machine, either without GPUs or
+    ``colocated`` on them; else "distributed". ``directory``: for "disk"; ``bucket_size`` in bytes. ``timeout``: seconds
+    for one request of a push to one server. With ``lora_rank`` and without ``lora_merge`` only the adapter is pushed;
+    see ``lora_adapter``.
     """
 
     def __init__(
@@ -64,7 +63,6 @@ class AtroposCheckpointEngine(CheckpointEngine):
     ):
         self.bucket_size = bucket_size
         self.is_master = is_master
-        self.urls = list(urls)
         self.model_path = model_path
         self.trust_remote_code = trust_remote_code
         self.colocated = colocated
@@ -75,12 +73,13 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._capabilities: dict[str, Capabilities] = {}  # by URL; cached, so that a pause need not wait for them
         self._pushed: str | None = None  # the version that every server had after the last push
         self._names: PushedNames | None = None  # None: not compared
-        self.adapter: str | None = None  # name of the next adapter to push
-        self._transport: Transport
+        self._transport: Any  # a WeightTransport with the methods of ``push.Transport``
         if lora_rank and not lora_merge:
             self._transport = AdapterTransport(model_path, proven=verify == "probe")
         else:
-            self._transport = self._make_transport(choose_transport(transport, urls, colocated), directory, timeout)
+            shared = (colocated or get_device_name() == "cpu") and all(map(is_this_host, urls))
+            chosen = fastest_transport(shared) if transport == "auto" else WeightTransport.by_name[transport]
+            self._transport = chosen(bucket_size=bucket_size, timeout=timeout, directory=directory)
 
     def expect(self, streamed: Streamed) -> None:
         """Declare that every push will send ``streamed``, and compare it with the model's checkpoint now, on rank 0.
@@ -93,9 +92,15 @@ class AtroposCheckpointEngine(CheckpointEngine):
             self._names = PushedNames(streamed, read_shapes(self.model_path), self.model_path)
 
     async def send_weights(
-        self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
+        self,
+        weights: Generator[tuple[str, torch.Tensor], None, None],
+        global_steps: int,
+        urls: Sequence[str],
+        adapter: str | None = None,
     ) -> dict[str, float]:
-        """Push all weights as version ``global_steps``; return metrics on rank 0, an empty dict elsewhere.
+        """Push all weights to the servers of ``urls`` as version ``global_steps``; ``adapter``: its name there.
+
+        Returns metrics on rank 0, an empty dict elsewhere.
 
         Raises:
             WeightPushError: see ``push``, the transport and ``names``.
@@ -109,11 +114,10 @@ class AtroposCheckpointEngine(CheckpointEngine):
                     await stack.enter_async_context(
                         SGLangClient(url, **self._client_options, capabilities=self._capabilities.get(url))
                     )
-                    for url in self.urls
+                    for url in urls
                 ]
                 await on_all(clients, "check", self._check)
-                if isinstance(self._transport, AdapterTransport):
-                    self._transport.name = self.adapter
+                self._transport.adapter = adapter
                 served, resume = self._served(weights), not self.colocated
                 metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, resume)
                 self._pushed = str(global_steps)
@@ -130,8 +134,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             trained = AutoConfig.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
             await self._check_names(client)
-        if isinstance(self._transport, AdapterTransport):
-            await self._transport.check_server(client)
+        await self._transport.check_server(client)
         capabilities = await client.capabilities()
         if capabilities.arguments.get("pp_size", 1) != 1:  # read in SGLang 0.5.23, scheduler_pp_mixin.py
             raise WeightPushError(
@@ -152,18 +155,6 @@ class AtroposCheckpointEngine(CheckpointEngine):
             return
         self._names.compare(served, f"{path} of {client.url}")
 
-    def _make_transport(self, name: str, directory: str | None, timeout: float) -> Transport:
-        if name == "disk":
-            if directory is None:
-                raise ValueError(
-                    "trainer.atropos.weight_sync.transport=disk needs trainer.atropos.weight_sync.directory, a folder "
-                    "that every server can read"
-                )
-            return DiskTransport(directory, self.bucket_size)
-        if name == "distributed":
-            return DistributedTransport(self.bucket_size, timeout)
-        return TensorTransport(self.bucket_size)
-
     def _served(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Cast to the servers' dtypes; the few small tensors that they hold in float32 come last, in one bucket."""
         late = []
@@ -179,13 +170,3 @@ class AtroposCheckpointEngine(CheckpointEngine):
         raise NotImplementedError("the servers are reached over HTTP, and receive the weights themselves")
 
     prepare = build_topology = init_process_group = finalize = receive_weights = _of_engines_inside
-
-
-def choose_transport(wanted: str, urls: Sequence[str], colocated: bool = False) -> str:
-    """Return ``wanted``, or for "auto" the fastest that can work: "tensor" if trainer and servers share memory, that is
-    on one machine, either without GPUs or ``colocated`` on them; else "distributed".
-    """
-    if wanted != "auto":
-        return wanted
-    shared = colocated or get_device_name() == "cpu"
-    return "tensor" if shared and all(map(is_this_host, urls)) else "distributed"

@@ -8,16 +8,16 @@ The gateway in front of them sends no requests to servers that lack it.
 - The gateway admits exactly the servers that hold the active version, also after the gateway restarts.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
-from recipe.atropos.weight_sync.servers import ask_each
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,6 @@ class ServersGone(AtroposError, RuntimeError):
 class ServerFleet:
     """State of the servers of ``urls``. ``holding``: those that hold the active version.
 
-    ``targets``: the servers of the current push.
     ``adapter``: name of the active adapter; ``next_adapter``: of the one being pushed; None if all weights are pushed.
     ``timeout``: seconds for one request by ``ask``, and to wait until enough servers answer.
     """
@@ -47,18 +46,34 @@ class ServerFleet:
     api_key: str | None = None
     timeout: float = 600.0
     holding: set[str] = field(default_factory=set)
-    targets: list[str] = field(default_factory=list)
     adapter: str | None = None
     next_adapter: str | None = None
     _errors: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.urls = [url.rstrip("/") for url in self.urls]
-        self.targets = list(self.urls)
 
-    def ask(self, action: Callable[[SGLangClient], Awaitable[Any]], urls: Iterable[str]) -> dict[str, Any]:
-        """Run ``action`` on each server; return its result or InferenceError by URL."""
-        return ask_each(dict.fromkeys(urls, self.timeout), self.api_key, action)
+    def ask(
+        self,
+        action: Callable[[SGLangClient], Awaitable[Any]],
+        urls: Collection[str],
+        timeouts: Mapping[str, float] | None = None,
+    ) -> dict[str, Any]:
+        """Run ``action`` on each server; return its result or InferenceError by URL. ``timeouts``: seconds per call."""
+
+        async def ask_one(url: str) -> Any:
+            limit = self.timeout if timeouts is None else timeouts[url]
+            async with SGLangClient(url, self.api_key, timeout=limit, own=True) as client:
+                return await action(client)
+
+        async def ask_all() -> dict[str, Any]:
+            return dict(zip(urls, await asyncio.gather(*map(ask_one, urls), return_exceptions=True), strict=True))
+
+        answers = asyncio.run(ask_all())
+        for error in answers.values():
+            if isinstance(error, BaseException) and not isinstance(error, InferenceError):
+                raise error
+        return answers
 
     def look(self) -> dict[str, str]:
         """Return the weight version of each server that answers; remove the others from rotation."""
@@ -100,7 +115,7 @@ class ServerFleet:
 
     def _ask(self, timeouts: dict[str, float]) -> tuple[dict[str, str], dict[str, str]]:
         """Return weight versions and errors, each by URL; raise the error of a wrong API key."""
-        answers = ask_each(timeouts, self.api_key, lambda client: client.weight_version())
+        answers = self.ask(lambda client: client.weight_version(), timeouts, timeouts)
         errors = {url: answer for url, answer in answers.items() if isinstance(answer, InferenceError)}
         for error in errors.values():
             if error.status in (401, 403):

@@ -11,13 +11,20 @@
 import logging
 import uuid
 from collections.abc import Callable
+from functools import partial
 
+import torch
+from omegaconf import DictConfig
 from ray.exceptions import RayTaskError
 
+from recipe.atropos.data.rows import Row
 from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.inference.gateway_client import GatewayClient
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
+from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.lora_adapter import adapter_name
 
@@ -40,7 +47,7 @@ class WeightSyncManager:
         *,
         adapter_only: bool,
         timeout: float,
-        verify: Callable[[int], dict[str, float]] | None = None,
+        verify: Callable[[int, list[str]], dict[str, float]] | None = None,
         memory: SharedMemory | None = None,
     ):
         self.actor_wg = actor_wg
@@ -128,10 +135,8 @@ class WeightSyncManager:
 
     def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
         """Push to ``targets`` only; return its metrics, or None if one of them died in it."""
-        self.fleet.targets = targets
-        self.actor_wg.set_inference_urls(targets, self.fleet.next_adapter)
         try:
-            return self._push_once(global_steps)
+            return self._push_once(global_steps, targets)
         except (RankTimeout, RayTaskError, WeightPushError, InferenceError) as error:
             if not self.fleet.died(targets):
                 raise
@@ -140,17 +145,17 @@ class WeightSyncManager:
                 self.memory.forget(self.fleet.removed)
             return None
 
-    def _push_once(self, global_steps: int) -> dict[str, float]:
+    def _push_once(self, global_steps: int, targets: list[str]) -> dict[str, float]:
         self._make_room()
-        pushed = self.actor_wg.update_weights(global_steps=global_steps, mode="atropos")
+        pushed = self.actor_wg.update_weights(global_steps, targets, self.fleet.next_adapter)
         results = self.actor_wg.wait("update_weights", pushed, self.timeout)
         metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
         if self.memory is not None:
             self.actor_wg.empty_cache()
             self.memory.resume_caches(global_steps)
-            self.memory.resume()
+            self.memory.resume(targets)
         if self.verify is not None:
-            metrics |= self.verify(global_steps)
+            metrics |= self.verify(global_steps, targets)
         self.version = global_steps
         return metrics
 
@@ -163,3 +168,31 @@ class WeightSyncManager:
             logger.warning("%d SGLang servers are readmitted with version %d", returned, global_steps)
             metrics["weight_sync/servers_readmitted"] = float(returned)
         return metrics | self.fleet.metrics()
+
+
+def build_manager(
+    config: DictConfig,
+    actor_wg: LimitedWorkerGroup,
+    vocab_size: int,
+    log_probs_of: Callable[[list[Row]], torch.Tensor],
+) -> WeightSyncManager:
+    """Build from the whole configuration; ``log_probs_of``: the policy's logprobs, (B, R), of the rows' responses."""
+    inference, settings = config.inference, config.trainer.atropos.weight_sync
+    key, timeout = inference.api_key, settings.timeout
+    fleet = ServerFleet(inference.urls, GatewayClient(inference.gateway, key), key, timeout)
+    model = config.actor_rollout_ref.model
+    verify = memory = None
+    if settings.verify == "probe":
+        temperature = config.actor_rollout_ref.rollout.temperature
+        probe = Probe(fleet, vocab_size, inference.dtype, temperature)
+        verify = partial(probe.verify, compute=log_probs_of)
+    if inference.colocated:
+        memory = SharedMemory(fleet, settings.pause_mode, RunDir(config.run.dir).servers_offloaded)
+    return WeightSyncManager(
+        actor_wg,
+        fleet,
+        adapter_only=model.lora_rank > 0 and not model.lora.merge,
+        timeout=2 * timeout,  # gathering and staging precede the requests that the timeout is for
+        verify=verify,
+        memory=memory,
+    )

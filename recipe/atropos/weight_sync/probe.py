@@ -6,7 +6,7 @@ that are left in the cache are reused, and the logprobs of the sampled tokens mu
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +38,10 @@ class Probe:
         """Token ids, the same for every push; from the whole vocabulary, so that many embedding rows are checked."""
         return np.random.default_rng(0).integers(0, self.vocab_size, _PROMPT_TOKENS).tolist()
 
-    def verify(self, version: int, compute: Callable[[list[Row]], torch.Tensor]) -> dict[str, float]:
-        """Probe every server and compare; ``compute`` gives the trainer's logprobs, (B, R), of the rows' responses.
+    def verify(
+        self, version: int, urls: Sequence[str], compute: Callable[[list[Row]], torch.Tensor]
+    ) -> dict[str, float]:
+        """Probe the servers of ``urls``; ``compute`` gives the trainer's logprobs, (B, R), of the rows' responses.
 
         Returns the largest difference of any server, its mean over tokens in nats, as a metric.
 
@@ -47,13 +49,13 @@ class Probe:
             WeightPushError: a server's logprobs differ from the trainer's; names it. All servers are left paused.
             InferenceError: a server does not answer.
         """
-        rows = self.ask()
+        rows = self.ask(urls)
         engine = torch.from_numpy(np.stack([row.log_probs for row in rows]))
         gaps = (compute(rows) - engine).abs().mean(-1).tolist()
         tolerance = TOLERANCE[self.dtype]
         wrong = [f"{row.uid} (by {gap:.2g})" for row, gap in zip(rows, gaps, strict=True) if not gap <= tolerance]
         if wrong:
-            for answer in self.fleet.ask(lambda client: client.pause("auto"), self.fleet.targets).values():
+            for answer in self.fleet.ask(lambda client: client.pause("auto"), urls).values():
                 if answer is not None:
                     logger.error("not paused: %s", answer)
             raise WeightPushError(
@@ -62,13 +64,13 @@ class Probe:
             )
         return {"weight_sync/probe_gap": max(gaps)}
 
-    def ask(self) -> list[Row]:
+    def ask(self, urls: Sequence[str]) -> list[Row]:
         """Return what each server samples after the prompt, as a row with the engine's logprobs; ``uid``: its URL.
 
         Raises:
             InferenceError: a server does not answer.
         """
-        rows = list(self.fleet.ask(self._sample, self.fleet.targets).values())
+        rows = list(self.fleet.ask(self._sample, urls).values())
         for row in rows:
             if isinstance(row, InferenceError):
                 raise row

@@ -15,25 +15,6 @@ class WeightPushError(AtroposError, RuntimeError):
     """A weight push failed on a server; names the server and the phase."""
 
 
-def ask_each(
-    timeouts: Mapping[str, float], api_key: str | None, action: Callable[[SGLangClient], Awaitable[Any]]
-) -> dict[str, Any]:
-    """Run ``action`` on each server; return its result or InferenceError by URL. ``timeouts``: seconds per call."""
-
-    async def ask(url: str) -> Any:
-        async with SGLangClient(url, api_key, timeout=timeouts[url], own=True) as client:
-            return await action(client)
-
-    async def ask_all() -> list[Any]:
-        return await asyncio.gather(*map(ask, timeouts), return_exceptions=True)
-
-    answers = dict(zip(timeouts, asyncio.run(ask_all()), strict=True))
-    for error in answers.values():
-        if isinstance(error, BaseException) and not isinstance(error, InferenceError):
-            raise error
-    return answers
-
-
 async def on_all(
     clients: Sequence[SGLangClient], phase: str, action: Callable[[SGLangClient], Awaitable[object]]
 ) -> None:

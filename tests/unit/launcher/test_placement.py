@@ -23,7 +23,7 @@ from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.sglang import Inference, plan_servers
 from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.utils.gpus import platform_variables
-from recipe.atropos.weight_sync import servers as asked
+from recipe.atropos.weight_sync import fleet as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -214,7 +214,7 @@ def test_gpu_memory_comes_back_in_two_parts_around_a_push(memory):
     servers.calls.clear()
     servers.versions = dict.fromkeys(servers.versions, "2")
     memory.resume_caches(2)
-    memory.resume()
+    memory.resume(["http://a", "http://b"])
     assert sorted(servers.calls) == sorted((url, call) for url in "ab" for call in ("kv_cache", "resume"))
     assert not memory.mark.exists()
 
@@ -235,7 +235,7 @@ def test_gpu_memory_of_servers_that_die_holds_up_nobody(memory):
     assert not servers.calls, "it was started again, and has all of its memory"
     servers.dead = {"http://b"}
     with pytest.raises(WeightPushError, match="http://b"):
-        memory.resume()
+        memory.resume(["http://a", "http://b"])
 
 
 def test_gpu_memory_with_an_unanswered_return_is_remembered(memory):

@@ -26,7 +26,7 @@ from recipe.atropos.utils.files import DiskFull, FolderRemoved
 from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.utils.process import ServiceFailed
 from recipe.atropos.utils.scratch import Scratch
-from recipe.atropos.weight_sync.build import build_manager
+from recipe.atropos.weight_sync.manager import build_manager
 
 pytestmark = pytest.mark.timeout(60)
 

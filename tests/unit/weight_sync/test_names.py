@@ -210,9 +210,9 @@ def test_names_of_a_push_that_differ_end_it_before_its_version(tmp_path, change,
     engine = AtroposCheckpointEngine(1 << 20, True, urls=[], transport="disk", directory=tmp_path, dtype="float32")
     engine._names = PushedNames(Stream(), Stream().shapes, "it")
     pairs = list(tensors(Stream().shapes))
-    assert asyncio.run(engine.send_weights(iter(pairs), 1))["weight_sync/version"] == 1
+    assert asyncio.run(engine.send_weights(iter(pairs), 1, []))["weight_sync/version"] == 1
     with pytest.raises(WeightNamesError, match=told):
-        asyncio.run(engine.send_weights(iter(change(pairs)), 2))
+        asyncio.run(engine.send_weights(iter(change(pairs)), 2, []))
     assert [path.name for path in tmp_path.iterdir()] == ["version_1"]
 
 

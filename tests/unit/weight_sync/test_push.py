@@ -39,7 +39,7 @@ async def clients_of(servers, timeout=20):
 
 def pushed(tmp_path, *, before=lambda servers: None, transport=None, weights=WEIGHTS, version=7):
     """Push to two stubs, the second of which is slower; (servers, metrics or the WeightPushError, the transport)."""
-    transport = transport or DiskTransport(tmp_path / "weights", 1 << 20)
+    transport = transport or DiskTransport(directory=tmp_path / "weights", bucket_size=1 << 20)
 
     async def run():
         async with stub_servers(2) as servers, clients_of(servers) as clients:
@@ -95,7 +95,7 @@ def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, endpoint, f
 
 def test_memory_of_a_push_that_failed_is_not_filled_again(tmp_path):
     """A server may still read there."""
-    transport, named, refused = TensorTransport(64), [], {"/update_weights_from_tensor": 500}
+    transport, named, refused = TensorTransport(bucket_size=64), [], {"/update_weights_from_tensor": 500}
     for _ in range(2):
         servers, error, _ = pushed(tmp_path, before=lambda s: s[0].failures.update(refused), transport=transport)
         assert f"'deliver' on {servers[0].url}" in str(error)

@@ -17,10 +17,9 @@ from torch.multiprocessing import reductions
 from helpers.sglang import make_tiny_model
 from helpers.transports import engine, send, shared_memory
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards, is_this_host
-from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine, choose_transport
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports import tensor
 from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
@@ -67,7 +66,7 @@ def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
 @pytest.mark.parametrize("user", ["expandable_segments: True,max_split_size_mb:64", "max_split_size_mb:64"])
 def test_gpu_buffers_are_no_expandable_segments(monkeypatch, user):
     """Without a GPU: what torch's allocator is told, and when."""
-    told, transport = [], tensor.TensorTransport(64)
+    told, transport = [], tensor.TensorTransport(bucket_size=64)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", user)
     monkeypatch.setattr(tensor, "get_device_name", lambda: "cuda")
     monkeypatch.setattr(tensor, "get_device_id", lambda: "meta")
@@ -79,7 +78,7 @@ def test_gpu_buffers_are_no_expandable_segments(monkeypatch, user):
 
 def test_handles_go_by_name_also_while_another_thread_allocates():
     """A server dies of a handle that is a file descriptor."""
-    transport = tensor.TensorTransport(64)
+    transport = tensor.TensorTransport(bucket_size=64)
     bucket = next(Buckets(64, transport._allocate).of(iter([("t", torch.ones(4))])))
     with ThreadPoolExecutor() as threads:
         allocating = threads.submit(lambda: [transport._allocate(64) for _ in range(2000)])
@@ -115,7 +114,7 @@ def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
 def test_shared_memory_left_by_a_dead_server_goes_with_a_push():
     """What the server had not read goes with the next push."""
     others = shared_memory()
-    transport = tensor.TensorTransport(1 << 20)
+    transport = tensor.TensorTransport(bucket_size=1 << 20)
     for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
         tensor._handles(bucket)  # and nobody opens it
     transport._sweep()
@@ -126,13 +125,17 @@ def test_shared_memory_left_by_a_dead_server_goes_with_a_push():
     assert shared_memory() <= others
 
 
-def test_transport_auto_takes_shared_memory_where_it_can():
+@pytest.mark.parametrize(
+    ("wanted", "urls", "made"),
+    [
+        ("auto", ["http://127.0.0.1:1", "http://localhost:2"], "TensorTransport"),
+        ("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"], "DistributedTransport"),
+        ("disk", ["http://192.0.2.1:2"], "DiskTransport"),
+    ],
+)
+def test_transport_auto_takes_shared_memory_where_it_can(tmp_path, wanted, urls, made):
     """It takes the network where it must."""
-    assert choose_transport("auto", ["http://127.0.0.1:1", "http://localhost:2"]) == "tensor"
-    assert choose_transport("auto", ["http://127.0.0.1:1", "http://192.0.2.1:2"]) == "distributed"
-    assert choose_transport("disk", ["http://192.0.2.1:2"]) == "disk"
-    with pytest.raises(ConfigurationError, match="transport=pigeon; choose one of auto, disk, distributed, tensor"):
-        load_config(["actor_rollout_ref.model.path=m", "trainer.atropos.weight_sync.transport=pigeon"])
+    assert type(engine(urls, wanted, tmp_path)._transport).__name__ == made
 
 
 @settings(max_examples=200)

@@ -29,19 +29,16 @@ class Group:
     """
 
     def __init__(self, stubs):
-        self.stubs, self.pushes, self.urls, self.limits = stubs, [], [], []
+        self.stubs, self.pushes, self.limits = stubs, [], []
         self.error, self.during = None, lambda: None
 
-    def set_inference_urls(self, urls, adapter):
-        self.urls = list(urls)
-
-    def update_weights(self, global_steps, mode):
-        self.pushes.append((global_steps, self.urls))
+    def update_weights(self, global_steps, urls, adapter):
+        self.pushes.append((global_steps, list(urls)))
         self.during()
         if self.error is not None:
             return [self.error]
         for stub in self.stubs:
-            stub.version = str(global_steps) if stub.url in self.urls else stub.version
+            stub.version = str(global_steps) if stub.url in urls else stub.version
         return [{"weight_sync/bytes": 8.0}, None, {}]
 
     def wait(self, method, results, limit):
@@ -91,8 +88,8 @@ def die(served, number):
 
 
 def test_manager_advances_its_version_only_after_verification(served):
-    def verify(step):
-        assert step == 4 and manager.version is None, "not before it is verified"
+    def verify(step, urls):
+        assert (step, urls) == (4, sorted(served.fleet.urls)) and manager.version is None, "not before it is verified"
         assert served.gateway.serves() == (None, set()), "nor does any request meet it"
         if refusing:
             raise WeightPushError("other weights")
@@ -114,9 +111,9 @@ def test_manager_advances_its_version_only_after_verification(served):
 
 
 def test_manager_keeps_its_version_when_a_push_fails(served):
-    manager = manager_of(served, verify=lambda step: {})
+    manager = manager_of(served, verify=lambda *_: {})
     manager.update_weights(3)
-    manager.verify, served.group.error = lambda step: pytest.fail("no push"), WeightPushError("rank 1")
+    manager.verify, served.group.error = lambda *_: pytest.fail("no push"), WeightPushError("rank 1")
     with pytest.raises(WeightPushError, match="rank 1"):
         manager.update_weights(4)
     assert manager.version == 3 and served.gateway.status()["version"] == 3

@@ -11,18 +11,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from recipe.atropos.config.transports import WeightTransport
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.utils.files import PARTIAL, remove_partial, replace_folder
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 
-class DiskTransport:
+class DiskTransport(WeightTransport, name="disk"):
     """Writes safetensors files, each closed once it holds ``bucket_size`` bytes or more."""
 
-    pauses = True
-
-    def __init__(self, directory: str | Path, bucket_size: int):
+    def __init__(self, *, directory: str | Path, bucket_size: int, **_: object):
         self.directory = Path(directory).resolve()
         self.bucket_size = bucket_size
 

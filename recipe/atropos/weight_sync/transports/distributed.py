@@ -13,9 +13,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from recipe.atropos.config.transports import WeightTransport, gpu_transport
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.utils.gpus import NCCL_FLAGS, nccl_variables
 from recipe.atropos.utils.hosts import address_towards
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name
 from recipe.atropos.weight_sync.servers import WeightPushError, clean_up, on_all, ranks_of, update_session
@@ -33,18 +36,35 @@ _JOIN_SECONDS = 30.0  # for all servers to reach the rendezvous, where they wait
 _ABANDON_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was aborted
 
 
-class DistributedTransport:
+class DistributedTransport(WeightTransport, name="distributed"):
     """Broadcasts buckets of ``bucket_size`` bytes; ``timeout``: seconds that a server may take for one of them."""
 
-    pauses = True
+    uses_nccl = keeps_buckets = True
 
-    def __init__(self, bucket_size: int, timeout: float):
+    def __init__(self, *, bucket_size: int, timeout: float, **_: object):
         device = "cpu" if get_device_name() == "cpu" else get_device_id()
         self._buckets = Buckets(bucket_size, lambda size: torch.empty(size, dtype=torch.uint8, device=device))
         self.timeout = timeout
         self._filled: Iterator[Bucket] = iter(())
         self._group: _Group | None = None
         self._left: list[tuple[str, str]] = []  # (URL, group): servers that may still hold an abandoned group
+
+    @classmethod
+    def problems(cls, config: DictConfig) -> Iterator[str]:
+        """Yield why NCCL cannot join the ranks: on one GPU, or with flags of SGLang that change it there alone."""
+        if config.inference.colocated and config.trainer.device == "cuda":
+            yield (
+                "inference.colocated=true with trainer.atropos.weight_sync.transport=distributed: NCCL takes no two "
+                "ranks on one GPU; set it to auto, tensor or disk"
+            )
+        variables = nccl_variables()
+        flags = {flag.replace("-", "_") for flag, value in config.inference.args.items() if value}
+        for flag in flags & NCCL_FLAGS.keys() if gpu_transport(config) is cls else ():
+            if unset := [f"{name}=1" for name in NCCL_FLAGS[flag] if variables[name] != "1"]:
+                yield (
+                    f"inference.args.{flag} changes NCCL in the servers alone, and weights go over it: export "
+                    f"{' '.join(unset)} before the start, for both sides, or leave it out"
+                )
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
         """Form the group and fill the first buckets. Raises WeightPushError if a server did not join."""
@@ -102,9 +122,6 @@ class DistributedTransport:
             by_url[url].post("/destroy_weights_update_group", {"group_name": name}) for url, name in reachable
         )
         await in_thread(group.destroy)
-
-    def release(self, version: int) -> None:
-        """Do nothing: buffers and group are kept for the next version."""
 
 
 class _Group:

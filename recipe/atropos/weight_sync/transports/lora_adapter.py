@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from recipe.atropos.config.transports import WeightTransport
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.tensors.format import FUSED
@@ -38,7 +39,7 @@ def adapter_name(version: int, push: str) -> str:
     return f"{_PREFIX}{version}-{push}"
 
 
-class AdapterTransport:
+class AdapterTransport(WeightTransport):
     """Sends the adapter's tensors in the request that loads them, and so reaches servers on other machines too.
 
     ``model_path``: the trainer's base model; ``proven``: a probe checks each server's logprobs, so its base model may
@@ -50,7 +51,6 @@ class AdapterTransport:
     def __init__(self, model_path: str | None, proven: bool):
         self.model_path = model_path
         self.proven = proven
-        self.name: str | None = None  # of the next push
         self._tensors: dict[str, torch.Tensor] = {}
 
     async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
@@ -66,14 +66,14 @@ class AdapterTransport:
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Load the adapter on all servers. Raises WeightPushError if one did not load it."""
         body = {
-            "lora_name": self.name,
+            "lora_name": self.adapter,
             "config_dict": self._config(),
             # Every rank of a server gets the same and takes its own part.
             "serialized_named_tensors": [base64.b64encode(pickle.dumps(self._tensors)).decode()],
         }
 
         async def load(client: SGLangClient) -> None:
-            if self.name in await client.adapters():  # loaded by an attempt that failed on another server
+            if self.adapter in await client.adapters():  # loaded by an attempt that failed on another server
                 return
             ranks = (await client.capabilities()).arguments.get("tp_size", 1)
             await client.post(

@@ -30,6 +30,7 @@ import torch
 from torch import multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef, reduce_tensor
 
+from recipe.atropos.config.transports import WeightTransport
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import disk_errors
@@ -44,12 +45,12 @@ _DEVICE_INDEX = 6  # index of the device in the arguments of torch's rebuild_cud
 _sharing_lock = threading.Lock()
 
 
-class TensorTransport:
+class TensorTransport(WeightTransport, name="tensor"):
     """Sends handles to shared buckets of ``bucket_size`` bytes."""
 
-    pauses = True
+    shares_memory = in_requests = True
 
-    def __init__(self, bucket_size: int):
+    def __init__(self, *, bucket_size: int, **_: object):
         self._segments: list[tuple[StorageWeakRef, Path]] = []  # on a CPU
         self._buckets = Buckets(bucket_size, self._allocate)
         self._filled: Iterator[Bucket] = iter(())
@@ -95,9 +96,6 @@ class TensorTransport:
             self._filled = iter(())
             if not arrived or get_device_name() != "cpu":
                 self._buckets.drop()
-
-    def release(self, version: int) -> None:
-        """Do nothing: shared memory is kept for the next version."""
 
     def _allocate(self, size: int) -> torch.Tensor:
         """Return a uint8 buffer, (size,): on a CPU in shared memory, else in shareable memory of the current device."""
