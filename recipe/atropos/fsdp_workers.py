@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 
-import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines for GPUs)
+import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines)
 from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.checkpoint.shards import tensors_only
 from recipe.atropos.checkpoint.store import digests_of, verify
@@ -61,8 +61,6 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         keep_rendezvous_on_loopback()
         if get_device_name() == "cpu":
-            import recipe.atropos.verl_ext.cpu_engine  # noqa: F401  (registers the engine)
-
             # verl would name the device twice ("cpu:gloo,cpu:gloo"), but it keeps an existing process group.
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()

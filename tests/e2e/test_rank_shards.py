@@ -26,7 +26,7 @@ def stream_of_a_rank(rank, world, model, folder):
     torch.set_num_threads(1)
     options = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=600)}
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world, **options)
-    from recipe.atropos.verl_ext.cpu_engine import CPUFSDPEngine
+    from recipe.atropos.verl_ext.engines import CPUFSDPEngine
 
     class Rank(CPUFSDPEngine):
         """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""
@@ -80,7 +80,7 @@ def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.engine.fsdp.utils import create_device_mesh
 
-    from recipe.atropos.verl_ext.cpu_engine import CPUFSDPEngine
+    from recipe.atropos.verl_ext.engines import CPUFSDPEngine
 
     class Rank(CPUFSDPEngine):
         """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""

@@ -7,7 +7,7 @@ verl's own registry. Guarantees:
   does so in a process of a Ray cluster, whose other machines may have one, and if an NVIDIA driver is loaded.
 - Otherwise verl detects "cpu" by itself. ``VERL_PLATFORM`` overrides both, and is what the trainer sets.
 
-The matching FSDP engine is in ``cpu_engine``; the workers import it, because verl's engines cannot be imported while
+The matching FSDP engine is in ``engines``; the workers import it, because verl's engines cannot be imported while
 verl itself is still being imported.
 """
 

@@ -1,4 +1,4 @@
-"""Mixins that change verl's FSDP engines for this recipe, and the engines for NVIDIA GPUs built with them.
+"""Mixins that change verl's FSDP engines for this recipe, and the engines for NVIDIA GPUs and CPUs built with them.
 
 ``ConfiguredOffload``: the reference policy stays on its device unless ``ref.fsdp_config`` sets ``param_offload`` (or
 ``offload_policy``). verl 0.9.1 offloads every forward-only model regardless of its configuration, which makes its
@@ -20,29 +20,45 @@ copies (``merged_lora_context``). Here the model is not modified: sums are compu
 ``RowTemperature``: a separate temperature per row. verl's engine supports this, but verl's trainer overwrites the
 temperatures with one value for the whole batch.
 
+On a CPU only the wrapping differs: there is nothing to offload to, and FSDP1's ``sync_module_states`` rejects CPU
+parameters, so rank 0's weights are broadcast here.
+
 A new adapter depends only on the engine's ``seed``, not on the strategy or the number of ranks.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft.tuners.lora import Linear, LoraLayer
 from tensordict import TensorDict
+from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from verl.utils.device import get_device_id
 from verl.utils.fsdp_utils import (
+    MixedPrecisionPolicy,
+    apply_fsdp2,
+    fsdp2_load_full_state_dict,
     fsdp_version,
+    get_fsdp_wrap_policy,
     load_fsdp_model_to_gpu,
     offload_fsdp_model_to_cpu,
 )
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.utils import get_sharding_strategy
 
 from recipe.atropos.tensors.format import FUSED, TENSOR_NAMES, CheckpointFormat
 from recipe.atropos.tensors.lora_layers import ADAPTER, adapted_layers, merged_weights
 from recipe.atropos.utils.files import write_json
+
+# fp16 underflows without gradient scaling, which needs an accelerator; a CPU runs fp32, or bf16 slowly.
+_DEFAULT_PRECISION = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 class ConfiguredOffload:
@@ -111,7 +127,7 @@ class PushedWeights:
         """Save verl's checkpoint, the weights' names in the model's checkpoint, and an adapter's PEFT configuration."""
         # ``export`` needs the latter two, which are known only while the model is loaded.
         super().save_checkpoint(local_path, *args, **kwargs)
-        if torch.distributed.get_rank() == 0:
+        if dist.get_rank() == 0:
             write_json(Path(local_path) / TENSOR_NAMES, list(self.checkpoint_format.shapes))
             adapter = getattr(self.module, "peft_config", {}).get(ADAPTER)  # FSDP forwards to the module that it wraps
             if adapter is not None:
@@ -213,3 +229,64 @@ def _check_servable(module: torch.nn.Module) -> None:
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
 class AtroposFSDPEngine(ConfiguredOffload, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
+class CPUFSDPEngine(RowTemperature, PushedWeights, FSDPEngineWithLMHead):
+    """FSDP1 ("fsdp") and FSDP2 ("fsdp2") over gloo. ``mixed_precision`` defaults to fp32 throughout."""
+
+    def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        precision = {**_DEFAULT_PRECISION, **(self.engine_config.mixed_precision or {})}
+        param_dtype, reduce_dtype, buffer_dtype = (
+            PrecisionType.to_dtype(precision[key]) for key in ("param_dtype", "reduce_dtype", "buffer_dtype")
+        )
+        if param_dtype == torch.float16:
+            raise ValueError("mixed_precision.param_dtype=fp16 needs a gradient scaler; on a CPU use fp32 or bf16")
+        self._autocast_dtype = param_dtype
+        self.scaler = None
+        self._is_offload_param = self._is_offload_optimizer = False  # the weights are already in host memory
+
+        if self.engine_config.strategy == "fsdp2":
+            full_state = module.state_dict()
+            policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=True)
+            kwargs = {
+                "mesh": self.device_mesh,
+                "mp_policy": policy,
+                "offload_policy": None,
+                "reshard_after_forward": self.engine_config.reshard_after_forward,
+            }
+            apply_fsdp2(module, kwargs, self.engine_config)
+            fsdp2_load_full_state_dict(module, full_state, self.device_mesh, None)
+            return module
+
+        _broadcast_from_rank0(module)
+        wrapped = FSDP(
+            module,
+            auto_wrap_policy=get_fsdp_wrap_policy(
+                module=module, config=self.engine_config.wrap_policy, is_lora=self.model_config.lora_rank > 0
+            ),
+            device_id=torch.device("cpu"),
+            sharding_strategy=get_sharding_strategy(
+                self.device_mesh, zero3_enable=self.engine_config.reshard_after_forward
+            ),
+            mixed_precision=MixedPrecision(
+                param_dtype=param_dtype, reduce_dtype=reduce_dtype, buffer_dtype=buffer_dtype
+            ),
+            sync_module_states=False,
+            device_mesh=self.device_mesh,
+            use_orig_params=self.engine_config.use_orig_params,
+        )
+        # The same types as in verl, whose checkpoint manager and weight export expect them.
+        if dist.get_world_size() == 1:
+            FSDP.set_state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig())
+        else:
+            FSDP.set_state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+        return wrapped
+
+
+def _broadcast_from_rank0(module: torch.nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0; verl builds the other ranks on the meta device."""
+    if any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers())):
+        module.to_empty(device="cpu")
+    for tensor in chain(module.parameters(), module.buffers()):
+        dist.broadcast(tensor.data, src=0)

@@ -10,10 +10,10 @@ from verl.single_controller.ray import base as ray_base
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.verl_ext import algorithm, batch, cpu_engine, cpu_platform, device, driver, engines, ranks, worker
+from recipe.atropos.verl_ext import algorithm, batch, cpu_platform, device, driver, engines, ranks, worker
 
 RECIPE = Path(batch.__file__).parents[1]
-IMPORTING = (algorithm, batch, cpu_engine, cpu_platform, device, driver, engines, ranks, worker)
+IMPORTING = (algorithm, batch, cpu_platform, device, driver, engines, ranks, worker)
 MODULES = {module.__name__.rpartition(".")[2]: module for module in IMPORTING}
 
 # How each is called: the number of positional arguments, and the names of the others.
@@ -44,11 +44,11 @@ CALLS = {
     "batch.log_seqlen_unbalance": (2, ("prefix",)),
     "batch.no_padding_2_padding": (2, ()),
     "batch.rename_dict": (2, ()),
-    "cpu_engine.MixedPrecisionPolicy": (0, ("param_dtype", "reduce_dtype", "cast_forward_inputs")),
-    "cpu_engine.apply_fsdp2": (3, ()),
-    "cpu_engine.fsdp2_load_full_state_dict": (4, ()),
-    "cpu_engine.get_fsdp_wrap_policy": (0, ("module", "config", "is_lora")),
-    "cpu_engine.get_sharding_strategy": (1, ("zero3_enable",)),
+    "engines.MixedPrecisionPolicy": (0, ("param_dtype", "reduce_dtype", "cast_forward_inputs")),
+    "engines.apply_fsdp2": (3, ()),
+    "engines.fsdp2_load_full_state_dict": (4, ()),
+    "engines.get_fsdp_wrap_policy": (0, ("module", "config", "is_lora")),
+    "engines.get_sharding_strategy": (1, ("zero3_enable",)),
     "device.get_device_id": (0, ()),
     "device.get_device_name": (0, ()),
     "device.get_torch_device": (0, ()),
