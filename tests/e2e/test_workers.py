@@ -224,7 +224,7 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
 
 def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypatch):
     """Nine of four CPUs: refused by their number; where Ray alone could tell, after the limit."""
-    from recipe.atropos.workers.resource_pool import DevicePool
+    from recipe.atropos.workers.actor import DevicePool
 
     with pytest.raises(ConfigurationError, match="= 9 ranks, but Ray has [0-4] CPUs free; lower them or raise"):
         DevicePool([9], "wide", timeout=1.0)

@@ -16,21 +16,73 @@ from typing import Any
 import ray
 import torch
 from omegaconf import DictConfig
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_name
-from recipe.atropos.verl_ext.ranks import RayClassWithInitArgs, need_reference_policy
+from recipe.atropos.verl_ext.ranks import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    get_platform,
+    need_reference_policy,
+    sort_placement_group_by_node_ip,
+)
 from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup
-from recipe.atropos.workers.resource_pool import DevicePool
 
 # The parts of a batch that the ranks need; the rest stays on the driver.
 _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
 _FORWARD_KEYS += ["row_temperature"]  # if rows were sampled at different temperatures
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
+
+
+class DevicePool(RayResourcePool):
+    """A CPU and, if the platform has one, an accelerator per rank; ``ranks`` lists the number of ranks on each node.
+
+    verl requests three CPUs per rank, for worker groups that this trainer does not have, and waits without a timeout.
+
+    Raises:
+        ConfigurationError: Ray cannot place the ranks within ``timeout`` seconds.
+    """
+
+    def __init__(self, ranks: list[int], name: str, timeout: float):
+        super().__init__(ranks, use_gpu=True, name_prefix=name, max_colocate_count=1)
+        self.timeout = timeout
+        self._check_available()
+        self.pgs = self._reserve()
+
+    def _check_available(self) -> None:
+        resource = get_platform().ray_resource_name()
+        wanted, available = sum(self.store), int(ray.available_resources().get(resource, 0))
+        if available < wanted:
+            more = "raise ray_kwargs.ray_init.num_cpus" if resource == "CPU" else "set trainer.device=cpu"
+            raise ConfigurationError(
+                f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} {resource}s free; "
+                f"lower them or {more}"
+            )
+
+    def _reserve(self) -> list[PlacementGroup]:
+        bundle = {"CPU": 1, get_platform().ray_resource_name(): 1}
+        groups = [
+            placement_group([bundle] * ranks, strategy="STRICT_PACK", name=f"{self.name_prefix}{node}")
+            for node, ranks in enumerate(self.store)
+        ]
+        ready, _ = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=self.timeout)
+        if len(ready) == len(groups):
+            return sort_placement_group_by_node_ip(groups)
+        for group in groups:
+            remove_placement_group(group)
+        free = [{key: node.get(key, 0) for key in bundle} for node in available_resources_per_node().values()]
+        raise ConfigurationError(
+            f"trainer.nnodes={len(self.store)} with trainer.n_gpus_per_node={self.store[0]}: Ray found no room for all "
+            f"ranks of a node on one within {self.timeout:g} s; each takes {bundle}, free are {free}; lower them, or "
+            "give the cluster's nodes more CPUs"
+        )
 
 
 class ActorGroup(LimitedWorkerGroup):
