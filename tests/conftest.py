@@ -60,7 +60,7 @@ def server(_server_of_all: str, model_path: Path) -> str:
     """URL of a server without a key, as it was started, whatever the module before did: ``model_path``, "default"."""
 
     async def anew(client: SGLangClient) -> None:
-        await client.abort_all()
+        await client.post("/abort_request", {"abort_all": True})
         await client.resume()
         await client.update_weights_from_disk(model_path, "default")
 

@@ -61,7 +61,7 @@ def run(server):
                 try:
                     await test(client)
                 finally:
-                    await client.abort_all()
+                    await client.post("/abort_request", {"abort_all": True})
                     await client.resume()
 
         asyncio.run(body())
@@ -219,7 +219,7 @@ def test_in_place_cannot_flush_but_has_changed_the_weights(run, server):
             assert await client.weight_version() == "0"
             with pytest.raises(InferenceError, match="(?i)flush"):
                 await client.flush_cache()
-            await client.abort_all()
+            await client.post("/abort_request", {"abort_all": True})
             await client.resume()
             await request
         await client.flush_cache()
@@ -344,7 +344,7 @@ def test_flush_raises_while_requests_run(run):
         async with in_flight(client) as request:
             with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
                 await client.flush_cache()
-            await client.abort_all()
+            await client.post("/abort_request", {"abort_all": True})
             assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
 
     run(test)

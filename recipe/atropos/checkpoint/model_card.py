@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from recipe.atropos.config.models import looks_local
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_evaluations
 from recipe.atropos.utils.files import read_json, write_atomic
+from recipe.atropos.utils.machine import installed
 from recipe.atropos.utils.secret import read_config_yaml
 
 EXPORTED = "export.json"
@@ -92,15 +92,7 @@ def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, An
     if summary.get("alarms"):
         yield "alarms", ", ".join(summary["alarms"])
     yield "seed", config.seed
-    yield "packages", ", ".join(_versions())
-
-
-def _versions() -> Iterator[str]:
-    for package in _PACKAGES:
-        try:
-            yield f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
+    yield "packages", ", ".join(f"{name} {version}" for name, version in installed(_PACKAGES).items())
 
 
 def _heldout(run: RunDir, step: int) -> Iterator[str]:

@@ -175,9 +175,9 @@ class SGLangClient:
             raise InferenceError(self.url, "/model_info", f"no weight_version among {sorted(info)}: SGLang too old")
         return str(info["weight_version"])
 
-    async def capabilities(self) -> Capabilities:
-        """Return what this server can do; fetched once."""
-        if self._capabilities is None:
+    async def capabilities(self, anew: bool = False) -> Capabilities:
+        """Return what this server can do; fetched once, or ``anew``: another server may have taken this one's place."""
+        if anew or self._capabilities is None:
             api = await self._call("GET", "/openapi.json")
             server = await self._call("GET", "/server_info")
             schemas = api["components"]["schemas"]
@@ -190,10 +190,6 @@ class SGLangClient:
                 arguments=server,
             )
         return self._capabilities
-
-    def forget_capabilities(self) -> None:
-        """Fetch them again at the next use: another server may have taken this one's place."""
-        self._capabilities = None
 
     # -- generation ------------------------------------------------------------------------------------------------
 
@@ -238,10 +234,6 @@ class SGLangClient:
     async def resume(self) -> None:
         """POST /continue_generation. No error if nothing was paused."""
         await self._call("POST", "/continue_generation", {})
-
-    async def abort_all(self) -> None:
-        """End every request, running or waiting: their replies come with finish_reason "abort"."""
-        await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def flush_cache(self) -> None:
         """Drop all cached prefixes. Raises while requests run and, before SGLang 0.5.21, while retracted ones wait."""

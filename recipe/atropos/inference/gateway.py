@@ -272,9 +272,8 @@ def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content:
 
 def _is_stream(reply: aiohttp.ClientResponse) -> bool:
     """Return whether to pass a reply on in pieces: server-sent events, and what has no length and is not JSON."""
-    if reply.content_type == "text/event-stream":
-        return True
-    return reply.content_length is None and reply.content_type != "application/json"
+    has_end = reply.content_length is not None or reply.content_type == "application/json"
+    return reply.content_type == "text/event-stream" or not has_end
 
 
 async def _to_client(action: Awaitable[object]) -> None:

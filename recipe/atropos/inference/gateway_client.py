@@ -57,19 +57,11 @@ class GatewayClient:
         """
         return await self._call("GET", "/gateway/status")
 
-    def status(self) -> dict[str, Any]:
-        """Blocking ``fetch_status``, for use where no event loop runs."""
-        return asyncio.run(self.fetch_status())
-
-    def serves(self) -> tuple[int | None, set[str]]:
-        """Return the active version and the URLs of the admitted servers."""
-        status = self.status()
-        return status["version"], _admitted(status)
-
-    def knows(self, version: int, servers: Sequence[str], adapter: str | None) -> bool:
-        """Return whether its active version, admitted servers and adapter are these."""
-        status = self.status()
-        return (status["version"], _admitted(status), status["adapter"]) == (version, set(servers), adapter)
+    def serves(self) -> tuple[int | None, set[str], str | None]:
+        """Return the active version, the URLs of the admitted servers, and the adapter's name on them."""
+        status = asyncio.run(self.fetch_status())
+        admitted = {server["url"] for server in status["servers"] if server["state"] == "admitted"}
+        return status["version"], admitted, status["adapter"]
 
     async def _call(self, method: str, path: str, body: bytes | None = None) -> Any:
         url = self.url.rstrip("/") + path
@@ -91,7 +83,3 @@ class GatewayClient:
             raise GatewayError(
                 f"no gateway answers at inference.gateway={self.url} within {self.timeout:g} s ({error!r}); see its log"
             ) from error
-
-
-def _admitted(status: dict[str, Any]) -> set[str]:
-    return {server["url"] for server in status["servers"] if server["state"] == "admitted"}

@@ -1,6 +1,5 @@
 """Which versions a run uses: of Python, of packages, and of the recipe."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.utils.machine import installed
 
 _PACKAGES = "verl-atropos verl atroposlib torch transformers ray sglang flash-attn liger-kernel numpy omegaconf".split()
 _CHECKOUT = Path(__file__).resolve().parents[3]
@@ -20,12 +20,7 @@ def installed_versions(python: str | None) -> dict[str, str]:
     ``python``: ``inference.python``, whose SGLang is named "sglang (servers)". "recipe (commit)" is that of the
     checkout, with "-dirty" if it has changes.
     """
-    found = {"recipe (commit)": _commit(), "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {"recipe (commit)": _commit(), "python": platform.python_version(), **installed(_PACKAGES)}
     if "sglang" not in found:
         found["sglang (servers)"] = _servers_sglang(python)
     return {name: version for name, version in found.items() if version}

@@ -37,13 +37,9 @@ def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[
 
 def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
     """Return a bash command for an environment without the adapter, which needs a file that lists several servers."""
-    server = {**openai, "api_key": key}
-    settings = f"{{env: {_yaml(env)}, openai: [&policy {_yaml(server)}, *policy]}}"
+    yaml_env, server = (json.dumps(values, ensure_ascii=False) for values in (env, {**openai, "api_key": key}))
+    settings = f"{{env: {yaml_env}, openai: [&policy {server}, *policy]}}"
     return f"python {_EXAMPLE} serve --config /dev/stdin <<< {shlex.quote(settings)}"
-
-
-def _yaml(values: dict[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False)
 
 
 def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, Any], key: str) -> str:

@@ -87,8 +87,6 @@ class SGLangLaunch:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.device not in ("auto", "cuda", "cpu"):
-            raise LaunchError(f"inference.device is {self.device!r}; it must be auto, cuda or cpu")
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
         if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")

@@ -1,9 +1,11 @@
 """Queries of nvidia-smi and of interpreters of other environments; none of them touches a GPU."""
 
+import contextlib
+import importlib.metadata
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from recipe.atropos.errors import LaunchError
 
@@ -21,6 +23,15 @@ def nvidia_smi(of: str, fields: str) -> list[list[str]]:
 def gpu_memory() -> int | None:
     """Return the bytes of this machine's smallest GPU; None if nvidia-smi names none."""
     return min((int(mib) << 20 for (mib,) in nvidia_smi("gpu", "memory.total") if mib.isdigit()), default=None)
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of packages in this interpreter's environment, by name; one that is not there is left out."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 _PROBE = """

@@ -129,13 +129,12 @@ class AtroposCheckpointEngine(CheckpointEngine):
         """Check that a new or restarted server serves the model that is trained, and can be paused."""
         if client.url in self._capabilities and await client.weight_version() == self._pushed:
             return
-        client.forget_capabilities()
+        capabilities = await client.capabilities(anew=True)
         if self.model_path:
             trained = AutoConfig.from_pretrained(self.model_path, trust_remote_code=self.trust_remote_code)
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
             await self._check_names(client)
         await self._transport.check_server(client)
-        capabilities = await client.capabilities()
         if capabilities.arguments.get("pp_size", 1) != 1:  # read in SGLang 0.5.23, scheduler_pp_mixin.py
             raise WeightPushError(
                 f"{client.url} runs with pp_size={capabilities.arguments['pp_size']}, and such a server goes on "

@@ -132,7 +132,7 @@ class ServerFleet:
     def admit(self, version: int, urls: Sequence[str]) -> None:
         """Record that exactly ``urls`` hold ``version``; tell the gateway unless it already knows."""
         self.holding = set(urls)
-        if not self.gateway.knows(version, urls, self.adapter):
+        if self.gateway.serves() != (version, self.holding, self.adapter):
             self.gateway.announce(version, sorted(urls), adapter=self.adapter)
 
     @property

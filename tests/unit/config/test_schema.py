@@ -50,6 +50,7 @@ REFUSED = [
     ("seed", "16", "seed='16': give a whole number"),
     ("seed", True, "seed=true: give a whole number"),
     ("inference.device", "gpu", "inference.device=gpu is called cuda; choose one of auto, cuda, cpu"),
+    ("inference.device", "tpu", "inference.device=tpu; choose one of auto, cuda, cpu"),
     ("trainer.device", "npu", "trainer.device=npu; choose one of auto, cuda, cpu"),
     ("inference.dtype", "fp16", "inference.dtype=fp16; choose one of bfloat16, float16, float32"),
     ("inference.args", 3, "inference.args=3: give a mapping"),

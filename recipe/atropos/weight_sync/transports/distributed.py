@@ -6,8 +6,8 @@ first push and reused; a new one, with a new name, is formed after a failed push
 
 import asyncio
 import itertools
-import os
 import socket
+import uuid
 from collections.abc import Awaitable, Iterator, Sequence
 from datetime import timedelta
 
@@ -31,7 +31,6 @@ from recipe.atropos.weight_sync.transports.bucket import (
     send_in_buckets,
 )
 
-_count = itertools.count()
 _JOIN_SECONDS = 30.0  # for all servers to reach the rendezvous, where they wait for each other
 _ABANDON_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was aborted
 
@@ -146,7 +145,7 @@ class _Group:
         offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
         # NCCL's timeout kills the process, so the request's, naming the server, must come first; gloo's delays closing.
         backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
-        name = f"atropos_{os.getpid()}_{next(_count)}"
+        name = f"atropos_{uuid.uuid4().hex}"
         try:
             # A server on another machine cannot reach this one's loopback address.
             address = max((address_towards(client.url) for client in clients), key=lambda a: not a.startswith("127."))
