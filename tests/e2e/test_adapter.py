@@ -245,7 +245,8 @@ def test_adapter_reaches_a_new_server_before_its_first_request(story, trainer, s
         assert seen("b")["requests"] == 0 and seen("b")["state"] != "admitted"
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert metrics["weight_sync/servers_readmitted"] == 1 and word.serves() == (2, {*manager.fleet.urls}, story.names[2])
+    assert metrics["weight_sync/servers_readmitted"] == 1
+    assert word.serves() == (2, {*manager.fleet.urls}, story.names[2])
     for _ in range(4):
         assert call(servers.gateway, greedy)["output_ids"] == story.greedy[2][0]["output_ids"]
     assert seen("b")["requests"] == 4, "whoever has had the fewest is next"
