@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.checkpoint.model_card import base_model
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of
-from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import update_summary

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from recipe.atropos.config.compose import given_keys
-from recipe.atropos.config.models import KEY as MODEL_KEY
-from recipe.atropos.config.models import SMALL_POLICIES, check_model, config_file, model_settings
+from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import AtroposError, LaunchError, one_line_errors
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
@@ -55,10 +55,6 @@ class Note(str):
     """What a check returns that has found nothing wrong, but something that a user may want to change."""
 
 
-class NotChecked(LaunchError):
-    """Another check has failed on which this one depends."""
-
-
 Check = Callable[[], str]
 
 
@@ -79,32 +75,29 @@ def result_of(check: Check) -> CheckResult:
     try:
         found = check()
     except AtroposError as error:
-        return CheckResult("skipped" if isinstance(error, NotChecked) else "FAILED", str(error))
+        return CheckResult("FAILED", str(error))
     return CheckResult("note" if isinstance(found, Note) else "ok", str(found))
 
 
 def examine(plan: RunPlan) -> dict[str, CheckResult]:
     """Check what is installed, and the GPUs; return the results by name."""
     config, placed = plan.config, plan.config.copy()
-    on_gpu = config.trainer.device == "cuda"
     checks: dict[str, Check] = {
         "python": _python,
         "pins": _pins,
         "trainer": lambda: _installed(sys.executable, _TRAINER),
         "sglang": lambda: _installed(sglang_python(config.inference.python), _SGLANG),
     }
-    if on_gpu:
+    if config.trainer.device == "cuda":
         checks |= {
             "gpus": lambda: _gpus(placed),
             "environments": lambda: "; ".join(check_gpu_environment(placed)) or "driver, CUDA, NCCL and compilers fit",
-            "attention": lambda: _attention(config),
+            "attention": lambda: _attention(config.copy()),
+            "memory_saver": lambda: _memory_saver(placed.inference),
         }
     else:
         checks |= {"gpus": lambda: _no_gpus(plan.composed), "compiler": lambda: _compiler(config)}
-    results = {name: result_of(check) for name, check in checks.items()}
-    if on_gpu and placed.inference.colocated is not False:
-        results["memory_saver"] = result_of(lambda: _memory_saver(sglang_python(config.inference.python)))
-    return results
+    return {name: result_of(check) for name, check in checks.items()}
 
 
 def examine_run(config: DictConfig, has_model: bool) -> dict[str, CheckResult]:
@@ -116,15 +109,21 @@ def examine_run(config: DictConfig, has_model: bool) -> dict[str, CheckResult]:
         "disk": lambda: _disk(config),
         "wandb": lambda: _wandb(config),
     }
-    if has_model:
-        model = _Model(config)
-        checks |= {
-            "model": model.check,
-            "tokenizer": model.check_tokenizer,
-            "chat_template": model.check_chat_template,
-            "sizes": model.check_sizes,
-        }
-    return {name: result_of(check) for name, check in checks.items()}
+    results = {name: result_of(check) for name, check in checks.items()}
+    return results | (_examine_model(config) if has_model else {})
+
+
+def _examine_model(config: DictConfig) -> dict[str, CheckResult]:
+    path = config.actor_rollout_ref.model.path
+    results = {"model": result_of(lambda: _model(path))}
+    if path in SMALL_POLICIES:
+        return results | dict.fromkeys(_WITH_TOKENIZER, CheckResult("ok", "made with the model"))
+    try:
+        tokenizer = _load_tokenizer(config.actor_rollout_ref.model)
+    except LaunchError as error:
+        skipped = CheckResult("skipped", "not checked, since the tokenizer cannot be loaded")
+        return results | dict.fromkeys(_WITH_TOKENIZER, skipped) | {"tokenizer": CheckResult("FAILED", str(error))}
+    return results | {name: result_of(partial(check, tokenizer, config)) for name, check in _WITH_TOKENIZER.items()}
 
 
 def _python() -> str:
@@ -143,20 +142,16 @@ def _pins() -> str:
         required = [Requirement(line) for line in metadata.requires(_PACKAGE) or ()]
     except metadata.PackageNotFoundError:
         required = [Requirement(Path(__file__).parents[1].joinpath("REQUIRED_VERL.txt").read_text().strip())]
-    wrong, count = [], 0
-    for each in required:
-        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
-            continue
-        count += 1
-        try:
-            found = metadata.version(each.name)
-        except metadata.PackageNotFoundError:
-            found = None
-        if found is None or not each.specifier.contains(found, prereleases=True):
-            wrong.append(f"{each.name} {found or 'is missing'}, needed is {each.name}{each.specifier}")
+    required = [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    found = versions_in(sys.executable, [each.name for each in required])
+    wrong = [
+        f"{each.name} {found[each.name] or 'is missing'}, needed is {each.name}{each.specifier}"
+        for each in required
+        if found[each.name] is None or not each.specifier.contains(found[each.name], prereleases=True)
+    ]
     if wrong:
         raise LaunchError(f"{'; '.join(wrong)}: run `make trainer-env`, or docs/gpu.md for GPUs")
-    return f"{count} required packages fit"
+    return f"{len(required)} required packages fit"
 
 
 def _installed(python: str, packages: Sequence[str]) -> str:
@@ -208,12 +203,13 @@ def _compiler(config: DictConfig) -> str:
 
 
 def _attention(config: DictConfig) -> str:
-    copied = config.copy()
-    return set_attention(copied) or copied.actor_rollout_ref.model.override_config.attn_implementation
+    return set_attention(config) or config.actor_rollout_ref.model.override_config.attn_implementation
 
 
-def _memory_saver(python: str) -> str:
-    check_saver(python)
+def _memory_saver(inference: DictConfig) -> str:
+    if inference.colocated is False:
+        return "not used (inference.colocated)"
+    check_saver(sglang_python(inference.python))
     return "colocated servers can release their memory"
 
 
@@ -294,90 +290,72 @@ def _wandb(config: DictConfig) -> str:
     )
 
 
-class _Model:
-    """The checks of a model, which share its configuration and tokenizer."""
+def _model(path: str) -> str:
+    check_model(path)
+    if path in SMALL_POLICIES:
+        return f"{path} is made at the first start, in a minute"
+    if (file := config_file(path)) is None:
+        return Note(f"{path} is on the hub and not on this machine: the start downloads it")
+    return f"{model_settings(file).get('model_type', 'unknown')} in {file.parent}"
 
-    def __init__(self, config: DictConfig):
-        self._config, self._settings = config, config.actor_rollout_ref.model
-        self._loaded: Any = None
-        self._is_told = False  # that it cannot be loaded
 
-    @property
-    def _is_made(self) -> bool:
-        return self._settings.path in SMALL_POLICIES
+def _load_tokenizer(model: DictConfig) -> Any:
+    from transformers import AutoTokenizer  # imported here: it takes seconds
 
-    def check(self) -> str:
-        check_model(self._settings.path)
-        if self._is_made:
-            return f"{self._settings.path} is made at the first start, in a minute"
-        if (file := config_file(self._settings.path)) is None:
-            return Note(f"{self._settings.path} is on the hub and not on this machine: the start downloads it")
-        return f"{model_settings(file).get('model_type', 'unknown')} in {file.parent}"
+    try:
+        return AutoTokenizer.from_pretrained(
+            os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever a tokenizer's own code raises
+        raise LaunchError(
+            f"the tokenizer of {MODEL_KEY}={model.path} cannot be loaded from this machine "
+            f"({' '.join(str(error).split())[:300]}): save it beside the model (tokenizer.save_pretrained), or "
+            "download the model first (hf download)"
+        ) from error
 
-    def _tokenizer(self) -> Any:
-        if self._is_told:
-            raise NotChecked("not checked, since the tokenizer cannot be loaded")
-        if self._loaded is None:
-            from transformers import AutoTokenizer  # imported here: it takes seconds
 
-            path = self._settings.path
-            try:
-                trusted = self._settings.trust_remote_code
-                self._loaded = AutoTokenizer.from_pretrained(
-                    os.path.expanduser(path), trust_remote_code=trusted, local_files_only=True
-                )
-            except Exception as error:  # whatever a tokenizer's own code raises
-                self._is_told, what = True, " ".join(str(error).split())[:300]
-                raise LaunchError(
-                    f"the tokenizer of {MODEL_KEY}={path} cannot be loaded from this machine ({what}): save it beside "
-                    "the model (tokenizer.save_pretrained), or download the model first (hf download)"
-                ) from error
-        return self._loaded
+def _tokenizer(tokenizer: Any, _: DictConfig) -> str:
+    if len(tokenizer) < _LEAST_TOKENS:  # transformers makes an empty one where the files are missing
+        raise LaunchError(
+            f"the tokenizer has {len(tokenizer)} tokens, as if its files were missing: save it beside the model "
+            "(tokenizer.save_pretrained)"
+        )
+    if tokenizer.eos_token_id is None:
+        raise LaunchError("the tokenizer has no eos_token, so no answer would end: set it in tokenizer_config.json")
+    return f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}"
 
-    def check_tokenizer(self) -> str:
-        if self._is_made:
-            return "made with the model"
-        tokenizer = self._tokenizer()
-        if len(tokenizer) < _LEAST_TOKENS:  # transformers makes an empty one where the files are missing
-            raise LaunchError(
-                f"the tokenizer has {len(tokenizer)} tokens, as if its files were missing: save it beside the model "
-                "(tokenizer.save_pretrained)"
-            )
-        if tokenizer.eos_token_id is None:
-            raise LaunchError("the tokenizer has no eos_token, so no answer would end: set it in tokenizer_config.json")
-        return f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens, ends with {tokenizer.eos_token!r}"
 
-    def check_chat_template(self) -> str:
-        if self._is_made:
-            return "made with the model"
-        if not self._tokenizer().chat_template:
-            return Note(
-                "the tokenizer has none, which environments need that send messages: give an instruct model, or set "
-                "chat_template in tokenizer_config.json"
-            )
-        return "the tokenizer has one"
+def _chat_template(tokenizer: Any, _: DictConfig) -> str:
+    if not tokenizer.chat_template:
+        return Note(
+            "the tokenizer has none, which environments need that send messages: give an instruct model, or set "
+            "chat_template in tokenizer_config.json"
+        )
+    return "the tokenizer has one"
 
-    def check_sizes(self) -> str:
-        """Compare the model's vocabulary with its tokenizer, and its positions with the lengths of a sequence."""
-        if self._is_made:
-            return "made to fit"
-        data, file = self._config.data, config_file(self._settings.path)
-        settings = model_settings(file) if file else {}
-        settings |= settings.get("text_config") or {}
-        vocabulary, positions = settings.get("vocab_size"), settings.get("max_position_embeddings")
-        tokens, longest = len(self._tokenizer()), data.max_prompt_length + data.max_response_length
-        lengths = f"data.max_prompt_length + data.max_response_length = {longest:,}"
-        if vocabulary is not None and tokens > vocabulary:
-            raise LaunchError(
-                f"the tokenizer has {tokens:,} tokens and the model embeddings for {vocabulary:,}: give the tokenizer "
-                "that belongs to the model, or resize its embeddings (resize_token_embeddings)"
-            )
-        if positions is not None and longest > positions:
-            raise LaunchError(f"{lengths} tokens, and the model has {positions:,} positions: lower the lengths")
-        room = self._config.inference.args.get("max_total_tokens")
-        if room is not None and room < longest:
-            raise LaunchError(f"inference.args.max_total_tokens={room:,} has no room for {lengths} tokens: raise it")
-        return f"vocabulary {vocabulary or 0:,} >= {tokens:,} tokens; positions {positions or 0:,} >= {longest:,}"
+
+def _sizes(tokenizer: Any, config: DictConfig) -> str:
+    """Compare the model's vocabulary with its tokenizer, and its positions with the lengths of a sequence."""
+    file = config_file(config.actor_rollout_ref.model.path)
+    settings = model_settings(file) if file else {}
+    settings |= settings.get("text_config") or {}
+    vocabulary, positions = settings.get("vocab_size"), settings.get("max_position_embeddings")
+    tokens, longest = len(tokenizer), config.data.max_prompt_length + config.data.max_response_length
+    lengths = f"data.max_prompt_length + data.max_response_length = {longest:,}"
+    if vocabulary is not None and tokens > vocabulary:
+        raise LaunchError(
+            f"the tokenizer has {tokens:,} tokens and the model embeddings for {vocabulary:,}: give the tokenizer "
+            "that belongs to the model, or resize its embeddings (resize_token_embeddings)"
+        )
+    if positions is not None and longest > positions:
+        raise LaunchError(f"{lengths} tokens, and the model has {positions:,} positions: lower the lengths")
+    room = config.inference.args.get("max_total_tokens")
+    if room is not None and room < longest:
+        raise LaunchError(f"inference.args.max_total_tokens={room:,} has no room for {lengths} tokens: raise it")
+    return f"vocabulary {vocabulary or 0:,} >= {tokens:,} tokens; positions {positions or 0:,} >= {longest:,}"
+
+
+_WITH_TOKENIZER = {"tokenizer": _tokenizer, "chat_template": _chat_template, "sizes": _sizes}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

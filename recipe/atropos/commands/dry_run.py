@@ -19,8 +19,7 @@ from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import check_folder
 from recipe.atropos.config.compose import leaves, load_config
-from recipe.atropos.config.models import KEY as MODEL_KEY
-from recipe.atropos.config.models import SMALL_POLICIES, config_file, replace_model_path
+from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, config_file, replace_model_path
 from recipe.atropos.demo.small_policy import policy_folder
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.utils.process import run_command
 
-KEY = "actor_rollout_ref.model.path"
+MODEL_KEY = "actor_rollout_ref.model.path"
 SMALL_POLICIES = (
     "small-policy",
     "small-policy-calculator",
@@ -41,26 +41,26 @@ def check_model(path: str) -> None:
         return
     if looks_local(path):
         raise ConfigurationError(
-            f"{KEY}={path}: no model there (no config.json); give a folder in Hugging Face format, or a hub name"
+            f"{MODEL_KEY}={path}: no model there (no config.json); give a folder in Hugging Face format, or a hub name"
         )
     if path.startswith(SMALL_POLICIES[0]):
-        raise ConfigurationError(f"{KEY}={path}: no such small policy; choose one of {', '.join(SMALL_POLICIES)}")
+        raise ConfigurationError(f"{MODEL_KEY}={path}: no such small policy; choose one of {', '.join(SMALL_POLICIES)}")
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_SECONDS)
     except GatedRepoError as error:
-        raise ConfigurationError(f"{KEY}={path}: gated; accept its license on the hub, and set HF_TOKEN") from error
+        raise ConfigurationError(f"{MODEL_KEY}={path}: gated; accept its license on the hub, and set HF_TOKEN") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ConfigurationError(
-            f"{KEY}={path}: the hub has no such model, or not for you (HF_TOKEN); correct the name, or give a folder"
+            f"{MODEL_KEY}={path}: the hub has no such model, or not for you (HF_TOKEN); correct the name, or give a folder"
         ) from error
     except EntryNotFoundError as error:
-        raise ConfigurationError(f"{KEY}={path}: it has no config.json, so it is no model of transformers") from error
+        raise ConfigurationError(f"{MODEL_KEY}={path}: it has no config.json, so it is no model of transformers") from error
     except Exception as error:  # of whichever HTTP library huggingface_hub uses
         raise ConfigurationError(
-            f"{KEY}={path}: no such folder, not in the hub's cache, and the hub cannot be reached "
+            f"{MODEL_KEY}={path}: no such folder, not in the hub's cache, and the hub cannot be reached "
             f"({type(error).__name__}); give the folder of a model, or a name that the hub can resolve"
         ) from error
 
@@ -89,7 +89,7 @@ def model_settings(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigurationError(f"{KEY}: {file} cannot be read ({error}): download or save the model again") from error
+        raise ConfigurationError(f"{MODEL_KEY}: {file} cannot be read ({error}): download or save the model again") from error
 
 
 def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
@@ -125,5 +125,5 @@ def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     status, printed = run_command("policy", command, log_path=log_path)
     folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]
     if status != 0 or not folders:
-        raise PolicyNotMade(f"{KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
+        raise PolicyNotMade(f"{MODEL_KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
     return folders[-1]

@@ -9,12 +9,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from omegaconf import DictConfig
 from packaging.version import Version
 
-from recipe.atropos.config.transports import gpu_transport
+from recipe.atropos.config.transports import WeightTransport, gpu_transport
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.server import server_path, sglang_python
 from recipe.atropos.utils.machine import nvidia_smi, run_program, versions_in
@@ -45,66 +45,69 @@ def check_gpu_environment(config: DictConfig) -> list[str]:
 
 def _misfits(config: DictConfig) -> Iterator[tuple[str, bool]]:
     """Yield each mismatch and whether it is fatal: an old driver may have NVIDIA's CUDA compatibility package."""
-    python = sglang_python(config.inference.python)
-    drivers = nvidia_smi("gpu", "driver_version")
-    driver = drivers[0][0] if drivers else None
-    nccl: dict[str, tuple[str, str | None]] = {}
-    torch: dict[str, str] = {}
-    without_header: list[str] = []
+    python, transport = sglang_python(config.inference.python), gpu_transport(config)
+    driver = next((row[0] for row in nvidia_smi("gpu", "driver_version")), None)
+    sides: dict[str, dict[str, str | None]] = {}  # what is installed, where torch is built for CUDA
     for side, interpreter in (("the trainer", sys.executable), ("SGLang", python)):
-        found = versions_in(interpreter, ("torch", _KERNELS))
-        cuda = found["cuda"]
+        found = versions_in(interpreter, ("torch", _KERNELS, *map(_nccl_package, _OLDEST_DRIVER)))
         if found["Python.h"] is None and (side == "SGLang" or config.actor_rollout_ref.actor.use_torch_compile):
-            without_header.append(interpreter)
-        if found["torch"] is None or cuda is None:
+            yield (
+                f"{interpreter} has no Python.h, with which Triton compiles: install its header files (python3-dev, "
+                "python3.12-dev, ...)",
+                True,
+            )
+        if found["torch"] is None or found["cuda"] is None:
             yield (
                 f"{side} has torch {found['torch']} without CUDA ({interpreter}): install its CUDA build "
                 "(docs/gpu.md), or set trainer.device=cpu",
                 True,
             )
             continue
-        torch[side] = found["torch"]
-        if side == "SGLang" and found[_KERNELS] is None:
+        sides[side] = found
+        oldest = _OLDEST_DRIVER.get(_major(found["cuda"]))
+        if driver and oldest and int(_major(driver)) < oldest:
             yield (
-                f"{interpreter} has SGLang without its CUDA kernels: {_pip(interpreter)} -r requirements/sglang.txt",
-                True,
-            )
-        if side == "SGLang":
-            yield from _wrong_nvcc(python, cuda)
-        major = cuda.split(".")[0]
-        oldest = _OLDEST_DRIVER.get(major)
-        if driver and oldest and int(driver.split(".")[0]) < oldest:
-            yield (
-                f"{side} has torch for CUDA {cuda}, which needs an NVIDIA driver from {oldest} on, and this machine "
-                f"has {driver}: update the driver, or install torch for an older CUDA",
+                f"{side} has torch for CUDA {found['cuda']}, which needs an NVIDIA driver from {oldest} on, and this "
+                f"machine has {driver}: update the driver, or install torch for an older CUDA",
                 False,
             )
-        package = f"nvidia-nccl-cu{major}"
-        nccl[side] = package, versions_in(interpreter, (package,))[package]
-    known = {version for _, version in nccl.values() if version is not None}  # None for a system-wide NCCL
-    if gpu_transport(config).uses_nccl and len(known) > 1:
-        (package, trainers), (_, servers) = nccl["the trainer"], nccl["SGLang"]
+    if server := sides.get("SGLang"):
+        if server[_KERNELS] is None:
+            yield f"{python} has SGLang without its CUDA kernels: {_pip(python)} -r requirements/sglang.txt", True
+        yield from _wrong_nvcc(python, server["cuda"])
+    if len(sides) == 2:
+        yield from _unlike(transport, sides["the trainer"], server, python)
+    yield from _missing_tools(python)
+
+
+def _unlike(
+    transport: type[WeightTransport], trainer: Mapping[str, str], server: Mapping[str, str], python: str
+) -> Iterator[tuple[str, bool]]:
+    """Yield versions of the two sides between which weights cannot go by ``transport``."""
+    package = _nccl_package(_major(server["cuda"]))
+    trainers, servers = trainer.get(_nccl_package(_major(trainer["cuda"]))), server.get(package)
+    if transport.uses_nccl and trainers and servers and trainers != servers:  # None for a system-wide NCCL
         yield (
             f"weights go over NCCL, which joins no two versions: the trainer has {trainers}, SGLang {servers}; "
             f"{_pip(sys.executable)} --no-deps {package}=={servers}, or set "
             "trainer.atropos.weight_sync.transport=disk",
             True,
         )
-    if gpu_transport(config).shares_memory and len(torch) == 2:
-        if Version(torch["SGLang"]) < _NEW_HANDLES <= Version(torch["the trainer"]):
-            yield (
-                f"weights go as handles of GPU memory, and torch {torch['SGLang']} of SGLang ({python}) opens none of "
-                f"the trainer's torch {torch['the trainer']}: install an SGLang with torch {_NEW_HANDLES} or newer "
-                "(requirements/sglang.txt), or set trainer.atropos.weight_sync.transport=disk",
-                True,
-            )
-    yield from _missing_tools(python)
-    for interpreter in without_header:
+    if transport.shares_memory and Version(server["torch"]) < _NEW_HANDLES <= Version(trainer["torch"]):
         yield (
-            f"{interpreter} has no Python.h, with which Triton compiles: install its header files (python3-dev, "
-            "python3.12-dev, ...)",
+            f"weights go as handles of GPU memory, and torch {server['torch']} of SGLang ({python}) opens none of "
+            f"the trainer's torch {trainer['torch']}: install an SGLang with torch {_NEW_HANDLES} or newer "
+            "(requirements/sglang.txt), or set trainer.atropos.weight_sync.transport=disk",
             True,
         )
+
+
+def _nccl_package(cuda_major: str) -> str:
+    return f"nvidia-nccl-cu{cuda_major}"
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
 
 
 def _missing_tools(python: str) -> Iterator[tuple[str, bool]]:
@@ -148,7 +151,7 @@ def _wrong_nvcc(python: str, cuda: str) -> Iterator[tuple[str, bool]]:
     except LaunchError as error:
         yield f"{error}: repair the CUDA toolkit, or set CUDA_HOME to the folder of another", True
         return
-    if found and found[1] != cuda.split(".")[0]:
+    if found and found[1] != _major(cuda):
         yield (
             f"{nvcc} is of CUDA {found[0].split()[1]}, and SGLang's torch ({python}) of {cuda}, which compiles "
             "with its own major version alone: install that toolkit, or set CUDA_HOME to its folder",

@@ -20,8 +20,7 @@ from recipe.atropos.config.compose import (
 )
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
-from recipe.atropos.config.models import KEY as MODEL_KEY
-from recipe.atropos.config.models import replace_model_path
+from recipe.atropos.config.models import MODEL_KEY, replace_model_path
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.commands.dry_run import service_commands, show_dry_run
-from recipe.atropos.config.models import KEY as MODEL_KEY
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.demo.small_policy import Recipe, policy_folder
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, main, parse_arguments
