@@ -41,8 +41,8 @@ def test_plan_of_published_models_has_their_parameters(qwen):
     for size, parameters in PARAMETERS.items():
         for ranks in (1, 4):
             plan = planned(qwen(size), f"trainer.n_gpus_per_node={ranks}")
-            assert plan.trainer.parameters == plan.trainer.gradients == 4 * parameters // ranks
-            assert plan.trainer.optimizer == 8 * parameters // ranks and plan.trainer.reference == 0
+            assert plan.trainer.parts["parameters"] == plan.trainer.parts["gradients"] == 4 * parameters // ranks
+            assert plan.trainer.parts["optimizer"] == 8 * parameters // ranks and plan.trainer.parts["reference"] == 0
             assert plan.server.weights == 2 * parameters
 
 
@@ -56,14 +56,14 @@ def test_plan_of_the_reference_has_the_dtype_of_verl(qwen, dtype):
     sizes = [PrecisionType.to_dtype(engine.model_dtype).itemsize for engine in (actor, reference)]
     assert sizes == [4, 2 if dtype else 4] and (actor.forward_only, reference.forward_only) == (False, True)
     found = planned(qwen("7b"), *options).trainer
-    assert [found.parameters, found.reference] == [size * PARAMETERS["7b"] // 4 for size in sizes]
+    assert [found.parts["parameters"], found.parts["reference"]] == [size * PARAMETERS["7b"] // 4 for size in sizes]
 
 
 def test_plan_of_a_micro_batch_is_by_attention(qwen, monkeypatch):
     smaller = planned(qwen("1.5b")).trainer
     monkeypatch.setattr(plan, "flash_is_installed", lambda: True)
     larger = planned(qwen("1.5b")).trainer
-    assert larger.activations == pytest.approx(4 * smaller.activations, rel=0.01)
+    assert larger.parts["activations"] == pytest.approx(4 * smaller.parts["activations"], rel=0.01)
     assert larger == planned(qwen("1.5b"), TOKENS).trainer
 
 
@@ -81,10 +81,10 @@ def test_plan_of_parameters_and_moments_is_what_fsdp_holds(tmp_path, alone):  # 
     def held(tensors):
         return sum(tensor.to_local().nbytes for tensor in tensors)
 
-    assert plan.parameters == pytest.approx(held(model.parameters()), rel=0.02)
-    assert plan.gradients == pytest.approx(held(parameter.grad for parameter in model.parameters()), rel=0.02)
+    assert plan.parts["parameters"] == pytest.approx(held(model.parameters()), rel=0.02)
+    assert plan.parts["gradients"] == pytest.approx(held(parameter.grad for parameter in model.parameters()), rel=0.02)
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    assert plan.optimizer == pytest.approx(held(moments), rel=0.02)
+    assert plan.parts["optimizer"] == pytest.approx(held(moments), rel=0.02)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama", "mistral", "qwen3"])
@@ -122,9 +122,9 @@ def test_plan_says_what_does_not_fit_and_what_to_change(qwen):
     assert not planned(big, "trainer.n_gpus_per_node=4").problems
     lora = ["actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.target_modules=all-linear"]
     adapted = planned(big, *lora)
-    assert not adapted.problems and adapted.trainer.optimizer < GIB
+    assert not adapted.problems and adapted.trainer.parts["optimizer"] < GIB
     without = planned(big, *lora, "actor_rollout_ref.model.exclude_modules=[gate_proj,up_proj,down_proj]")
-    assert without.trainer.optimizer < 0.7 * adapted.trainer.optimizer
+    assert without.trainer.parts["optimizer"] < 0.7 * adapted.trainer.parts["optimizer"]
     kept = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
     [problem] = planned(qwen("1.5b"), kept, TOKENS, memory=60).problems
     assert "most of it activations" in problem and "enable_gradient_checkpointing=true" in problem
@@ -139,12 +139,12 @@ def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
     """The distributed transport keeps them; for a server of several ranks each bucket of a tensor push is another."""
     ranks, shared = "trainer.n_gpus_per_node=4", "inference.colocated=true"
     apart, together = planned(qwen("7b"), ranks).trainer, planned(qwen("7b"), ranks, shared).trainer
-    assert apart.buckets == together.buckets == 4 * GIB and not together.buckets_stay
+    assert apart.parts["buckets"] == together.parts["buckets"] == 4 * GIB and not together.buckets_stay
     assert apart.peak - together.peak == 4 * GIB
     split = planned(qwen("7b"), ranks, shared, "inference.args.tp_size=2").trainer
-    assert split.buckets == 2 * PARAMETERS["7b"]
+    assert split.parts["buckets"] == 2 * PARAMETERS["7b"]
     adapter = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=false"]
-    assert planned(qwen("7b"), ranks, "inference.args.tp_size=2", *adapter).trainer.buckets == 0
+    assert planned(qwen("7b"), ranks, "inference.args.tp_size=2", *adapter).trainer.parts["buckets"] == 0
     elsewhere = load_config([f"actor_rollout_ref.model.path={qwen('7b')}", ranks, "trainer.device=auto"])
     assert plan_memory(elsewhere, 80 * GIB).trainer.buckets_stay, "no GPU here: each is taken to have its own"
 

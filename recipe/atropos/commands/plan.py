@@ -11,7 +11,7 @@ the embeddings and the head stay gathered. The reference policy is float32 too (
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -41,28 +41,25 @@ _KEPT_BY_SERVERS = 3 * GIB  # never released by colocated servers: context, grap
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """Bytes on each trainer GPU. The first three persist, and buckets if ``buckets_stay``; the rest are temporary."""
+    """Bytes on each trainer GPU.
 
-    parameters: int
-    optimizer: int
-    reference: int
-    buckets: int  # of a weight push
-    buckets_stay: bool  # allocated between pushes
-    gradients: int
-    gathered: int  # embeddings, head, and two layers, in the compute dtype
-    activations: int
-    logits: int
-    resident: int  # part of the first three that is not offloaded while the servers generate
+    ``parts``, by name: parameters, optimizer and reference persist; gradients, gathered (embeddings, head, and two
+    layers, in the compute dtype), activations and logits are temporary, and so are the buckets of a weight push, unless
+    ``buckets_stay`` between pushes. ``resident``: of what persists, what is not offloaded while the servers generate.
+    """
+
+    parts: dict[str, int]
+    buckets_stay: bool
+    resident: int
 
     @property
     def peak(self) -> int:
         """The larger of an update's memory and that of a push, when the activations are freed."""
-        moving = self.gathered + self.activations + self.logits + (self.buckets if self.buckets_stay else 0)
-        staying = self.parameters + self.optimizer + self.reference + self.gradients  # verl loads offloaded state
-        return staying + max(moving, self.buckets + self.gathered)
-
-
-_NO_PARTS = ("resident", "buckets_stay")  # fields that are not parts of the total
+        parts, buckets = self.parts, self.parts["buckets"]
+        moving = parts["gathered"] + parts["activations"] + parts["logits"] + (buckets if self.buckets_stay else 0)
+        # verl loads offloaded state
+        staying = parts["parameters"] + parts["optimizer"] + parts["reference"] + parts["gradients"]
+        return staying + max(moving, buckets + parts["gathered"])
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,7 @@ def _on_meta(config: DictConfig) -> PreTrainedModel:
         ) from error
 
 
-def parameters_of(model: PreTrainedModel) -> int:
+def parameters_of(model: torch.nn.Module) -> int:
     """Return the number of parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -130,13 +127,10 @@ def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
     """Add an adapter to the model, and return the adapter's number of parameters."""
     from peft import LoraConfig, get_peft_model  # imported here: it takes seconds
 
-    settings = config.actor_rollout_ref.model
-    modules = {
-        name: OmegaConf.to_object(value) if OmegaConf.is_config(value := settings[name]) else value
-        for name in ("target_modules", "exclude_modules")
-    }
+    settings = OmegaConf.to_container(config.actor_rollout_ref.model)
+    modules = {name: settings[name] for name in ("target_modules", "exclude_modules")}
     with torch.device("meta"):
-        get_peft_model(model, LoraConfig(r=settings.lora_rank, **modules), autocast_adapter_dtype=False)
+        get_peft_model(model, LoraConfig(r=settings["lora_rank"], **modules), autocast_adapter_dtype=False)
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
 
 
@@ -146,40 +140,44 @@ def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
 def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     actor, settings = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     engine = actor.fsdp_config
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
+    shards = engine.fsdp_size
+    if shards == -1:
+        shards = config.trainer.nnodes * config.trainer.n_gpus_per_node
     whole, size = parameters_of(model), _bytes(engine.model_dtype)
     trained = _adapt(config, model) if settings.lora_rank else whole
-    held = whole + (trained if settings.lora_rank else 0)
-    asked = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not settings.lora_rank
-    stays = asked and not config.actor_rollout_ref.ref.fsdp_config.param_offload
-    reference = _bytes(config.actor_rollout_ref.ref.fsdp_config.model_dtype) * whole // shards if stays else 0
-    tokens = actor.ppo_max_token_len_per_gpu
-    pushes = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    layers = list(decoder_layers(model))
-    largest = max(sum(p.numel() for p in layer.parameters()) for layer in layers)
-    outside = parameters_of(model) - sum(p.numel() for layer in layers for p in layer.parameters())
-    parameters, optimizer = size * held // shards, _ADAM_BYTES * trained // shards
-    buckets = 2 * min((pushes or BUCKET_MEGABYTES["cuda"]) << 20, _COMPUTED.itemsize * whole)
-    transport = gpu_transport(config)
-    if settings.lora_rank and not settings.lora.merge:
-        buckets = 0  # an adapter is sent inside a request
-    elif transport.shares_memory and _launch(config).gpus > 1:
-        buckets = _COMPUTED.itemsize * whole  # SGLang's ranks still read one bucket while the next is filled
-    return TrainerPlan(
-        parameters=parameters,
-        optimizer=optimizer,
-        reference=reference,
-        resident=reference
-        + (0 if engine.param_offload else parameters)
-        + (0 if engine.optimizer_offload else optimizer),
-        buckets=buckets,
-        buckets_stay=transport.keeps_buckets,
-        gradients=size * trained // shards,
-        gathered=_COMPUTED.itemsize * (outside + 2 * largest),
-        activations=activations(model, tokens, settings.enable_gradient_checkpointing),
-        logits=_logits(config, model, tokens),
-    )
+    held = whole + trained if settings.lora_rank else whole
+    layers = [parameters_of(layer) for layer in decoder_layers(model)]
+    parts = {
+        "parameters": size * held // shards,
+        "optimizer": _ADAM_BYTES * trained // shards,
+        "reference": _reference_bytes(config) * whole // shards,
+        "buckets": _buckets(config, _COMPUTED.itemsize * whole),
+        "gradients": size * trained // shards,
+        "gathered": _COMPUTED.itemsize * (parameters_of(model) - sum(layers) + 2 * max(layers)),
+        "activations": activations(model, actor.ppo_max_token_len_per_gpu, settings.enable_gradient_checkpointing),
+        "logits": _logits(config, model, actor.ppo_max_token_len_per_gpu),
+    }
+    kept = {"parameters": not engine.param_offload, "optimizer": not engine.optimizer_offload, "reference": True}
+    resident = sum(parts[name] for name, stays in kept.items() if stays)
+    return TrainerPlan(parts, gpu_transport(config).keeps_buckets, resident)
+
+
+def _reference_bytes(config: DictConfig) -> int:
+    """Return the bytes of a parameter of the reference policy; 0 if there is none, or not in the GPU's memory."""
+    engine = config.actor_rollout_ref.ref.fsdp_config
+    asked = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    stays = asked and not config.actor_rollout_ref.model.lora_rank and not engine.param_offload
+    return _bytes(engine.model_dtype) if stays else 0
+
+
+def _buckets(config: DictConfig, weights: int) -> int:
+    """Return the bytes of a push's buckets; ``weights``: of all that is pushed."""
+    model, pushes = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine
+    if model.lora_rank and not model.lora.merge:
+        return 0  # an adapter is sent inside a request
+    if gpu_transport(config).shares_memory and _launch(config).gpus > 1:
+        return weights  # SGLang's ranks still read one bucket while the next is filled
+    return 2 * min((pushes.update_weights_bucket_megabytes or BUCKET_MEGABYTES["cuda"]) << 20, weights)
 
 
 def _bytes(dtype: str | None) -> int:
@@ -221,15 +219,13 @@ def activations(model: PreTrainedModel, tokens: int, checkpointed: bool) -> int:
 
 def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
     kept: list[int] = []
-    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    seen: set[int] = set()
-    alive = []  # keep storages alive: the address of a freed one could be reused
+    # Storages by address; they are kept alive, since the address of a freed one could be reused.
+    seen = {storage._cdata: storage for storage in (each.untyped_storage() for each in model.parameters())}
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in parameters | seen:
-            seen.add(storage._cdata)
-            alive.append(storage)
+        if storage._cdata not in seen:
+            seen[storage._cdata] = storage
             kept[-1] += storage.nbytes()
         return tensor
 
@@ -238,21 +234,13 @@ def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
 
     handles = [layer.register_forward_pre_hook(begin) for layer in decoder_layers(model)]
     before, model.config._attn_implementation = model.config._attn_implementation, _name_of_attention()
+    size = (1, tokens, model.config.get_text_config().hidden_size)
     try:
         model.train()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-            body = model.base_model
-            embedded = torch.zeros(
-                1,
-                tokens,
-                model.config.get_text_config().hidden_size,
-                dtype=_COMPUTED,
-                device="meta",
-                requires_grad=True,
-            )
-            kept.append(0)  # before the first layer
-            body(inputs_embeds=embedded, position_ids=torch.zeros_like(ids), use_cache=False)
+            begin()  # before the first layer
+            embedded = torch.zeros(size, dtype=_COMPUTED, device="meta", requires_grad=True)
+            model.base_model(inputs_embeds=embedded, use_cache=False)
     finally:
         model.config._attn_implementation = before
         for handle in handles:
@@ -314,7 +302,7 @@ def _problems(
     room = int(_LARGEST_SHARE * memory)
     kept = _KEPT_BY_SERVERS if colocated else 0
     if trainer.peak + kept > room:
-        parts = {field.name: getattr(trainer, field.name) for field in fields(trainer) if field.name not in _NO_PARTS}
+        parts = trainer.parts
         largest = max(parts, key=parts.__getitem__)
         yield (
             f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
@@ -353,9 +341,9 @@ _CHANGES = {
 
 def show(plan: Plan, console: Console) -> None:
     table = Table("of each GPU", "GiB", box=None)
-    for field in fields(plan.trainer):
-        if field.name not in _NO_PARTS and (value := getattr(plan.trainer, field.name)):
-            table.add_row(f"trainer: {field.name}", f"{value / GIB:.2f}")
+    for name, value in plan.trainer.parts.items():
+        if value:
+            table.add_row(f"trainer: {name}", f"{value / GIB:.2f}")
     table.add_row("trainer: while servers generate", f"{plan.trainer.resident / GIB:.2f}")
     table.add_row("trainer: largest moment", f"{plan.trainer.peak / GIB:.2f}")
     table.add_row("server: weights", f"{plan.server.weights / GIB:.2f}")

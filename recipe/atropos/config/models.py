@@ -51,13 +51,18 @@ def check_model(path: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_HUB_SECONDS)
     except GatedRepoError as error:
-        raise ConfigurationError(f"{MODEL_KEY}={path}: gated; accept its license on the hub, and set HF_TOKEN") from error
+        raise ConfigurationError(
+            f"{MODEL_KEY}={path}: gated; accept its license on the hub, and set HF_TOKEN"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ConfigurationError(
-            f"{MODEL_KEY}={path}: the hub has no such model, or not for you (HF_TOKEN); correct the name, or give a folder"
+            f"{MODEL_KEY}={path}: the hub has no such model, or not for you (HF_TOKEN); correct the name, or give a "
+            "folder"
         ) from error
     except EntryNotFoundError as error:
-        raise ConfigurationError(f"{MODEL_KEY}={path}: it has no config.json, so it is no model of transformers") from error
+        raise ConfigurationError(
+            f"{MODEL_KEY}={path}: it has no config.json, so it is no model of transformers"
+        ) from error
     except Exception as error:  # of whichever HTTP library huggingface_hub uses
         raise ConfigurationError(
             f"{MODEL_KEY}={path}: no such folder, not in the hub's cache, and the hub cannot be reached "
@@ -89,7 +94,9 @@ def model_settings(file: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ConfigurationError(f"{MODEL_KEY}: {file} cannot be read ({error}): download or save the model again") from error
+        raise ConfigurationError(
+            f"{MODEL_KEY}: {file} cannot be read ({error}): download or save the model again"
+        ) from error
 
 
 def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
