@@ -44,15 +44,17 @@ def show_dry_run(run: Run, console: Console, whole: bool = False) -> None:
         run.files.check_format()
     else:
         check_folder(run.files, run.config)
-    shown, default = public_config(run.config), without_secrets(_default_config())
+    shown, default = (
+        public_config(run.config),
+        without_secrets(public_config(load_config([f"{MODEL_KEY}={_NO_MODEL}"]))),
+    )
     usual = dict(leaves(default))
     changed = [(key, value) for key, value in leaves(shown) if value != usual.get(key, _NO_MODEL)]
     rest = "" if whole else "; --all: the rest"
     _title(console, f"configuration ({len(changed)} values differ from the default{rest})")
     for key, value in changed:
-        before = usual.get(key, _NO_MODEL)
-        told = before if before == _NO_MODEL else _inline(before)
-        console.print(Text(f"{key}: {_inline(value)}  # default: {told}", "bold green"), soft_wrap=True)
+        before = _inline(usual[key]) if key in usual else _NO_MODEL
+        console.print(Text(f"{key}: {_inline(value)}  # default: {before}", "bold green"), soft_wrap=True)
     if whole:
         _title(console, "the whole configuration")
         console.print(Text(yaml.safe_dump(shown, sort_keys=False, width=10**6)), soft_wrap=True)
@@ -91,10 +93,6 @@ def _find_policy(config: DictConfig) -> str | None:
 
 def _title(console: Console, text: str) -> None:
     console.print(Text(f"\n# {text}", "bold cyan"))
-
-
-def _default_config() -> dict[str, Any]:
-    return public_config(load_config([f"{MODEL_KEY}={_NO_MODEL}"]))
 
 
 def _inline(value: Any) -> str:

@@ -6,7 +6,7 @@ is followed is read on from its new content.
 
 import argparse
 import codecs
-import difflib
+import contextlib
 import os
 import sys
 import time
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from recipe.atropos.config.schema_errors import nearest
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import RunReader, find_run
@@ -35,22 +36,19 @@ def resolve(first: str | None, second: str | None) -> tuple[RunDir, str | None]:
     Raises:
         ConfigurationError: there is no such run, or no such log in it.
     """
-    if first is None or second is not None:
+    try:
         files, service = find_run(first), second
-    else:
-        try:
-            files, service = find_run(first), None
-        except ConfigurationError as error:
-            try:
-                files, service = find_run(None), first
-            except ConfigurationError:
-                raise error from None
-            if service not in services(files):
-                raise
+    except ConfigurationError:
+        if first is None or second is not None:
+            raise
+        with contextlib.suppress(ConfigurationError):
+            newest = find_run(None)
+            if first in services(newest):
+                return newest, first
+        raise
     if service is not None and service not in services(files):
-        near = difflib.get_close_matches(service, services(files), n=1, cutoff=0.5)
-        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(services(files)) or 'none yet'}"
-        raise ConfigurationError(f"{files.logs} has no log of {service}; {known}")
+        known = nearest(service, services(files)) or f"; there are {', '.join(services(files)) or 'none yet'}"
+        raise ConfigurationError(f"{files.logs} has no log of {service}{known}")
     return files, service
 
 

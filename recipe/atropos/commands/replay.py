@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from recipe.atropos.config.complete import load_recorded
+from recipe.atropos.config.compose import with_values
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
@@ -29,7 +30,6 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     """
     from recipe.atropos.main import run as train
 
-    config = load_recorded(RunDir(run).config)
     replayed = run.with_name(f"{run.name}-replay")
     settings = {
         "run.name": replayed.name,
@@ -42,8 +42,7 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
         "inference.gateway": None,
         "evaluation.evaluated_file": None,
     }
-    for key, value in settings.items():
-        OmegaConf.update(config, key, value)
+    config = with_values(load_recorded(RunDir(run).config), settings)
     OmegaConf.set_struct(config, True)  # an unknown key is a misspelled one
     config.merge_with_dotlist(list(overrides))
     decide_device(config)

@@ -79,18 +79,19 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
     console.rule("what the trainer would read", align="left")
     _show_rows(result, console, tokenizer, table)
     console.rule("what was left out, and why", align="left")
-    reasons = [] if result.returned else [f"collect_trajectories made {result.returned!r} of the item: no group"]
-    reasons += [f"the environment's count {name}: {n}" for name, n in result.counts.items()]
-    reasons += [f"the log: {message}" for message in result.warnings]
-    reasons += [f"the trainer dropped {n} sequences as {reason}" for reason, n in result.report.dropped.items()]
-    reasons += [f"the trainer: {message}" for message in result.report.messages]
-    reasons += [f"{n} rows with {event}" for event, n in result.report.events.items()]
-    reasons += [f"trained on, but in no reply: {span}" for span in result.not_sampled]
+    reasons = [
+        *([] if result.returned else [f"collect_trajectories made {result.returned!r} of the item: no group"]),
+        *(f"the environment's count {name}: {n}" for name, n in result.counts.items()),
+        *(f"the log: {message}" for message in result.warnings),
+        *(f"the trainer dropped {n} sequences as {reason}" for reason, n in result.report.dropped.items()),
+        *(f"the trainer: {message}" for message in result.report.messages),
+        *(f"{n} rows with {event}" for event, n in result.report.events.items()),
+        *(f"trained on, but in no reply: {span}" for span in result.not_sampled),
+    ]
     for reason in reasons or ["nothing"]:
         console.print(f"- {reason}", markup=False)
     if result.error is not None:
-        error = result.error
-        console.print(Text("".join(traceback.format_exception(error)), style="red"))
+        console.print(Text("".join(traceback.format_exception(result.error)), style="red"))
     trained = sum(int(row.mask.sum()) for row in result.rows)
     verdict = f"{len(result.rows)} rows with {trained} trained tokens"
     if result.rows:
@@ -132,10 +133,8 @@ def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None
 def _show_groups(result: Verified, console: Console) -> None:
     returned = result.returned if isinstance(result.returned, list) else [result.returned]
     for number, group in enumerate(returned):
-        if not group:
-            console.print(f"group {number}: {group!r}, so nothing is sent", markup=False)
-            continue
-        console.print(f"group {number}: scores {group['scores']}", markup=False)
+        became = f"scores {group['scores']}" if group else f"{group!r}, so nothing is sent"
+        console.print(f"group {number}: {became}", markup=False)
     console.print(f"sent: {len(result.posted)} of {len(returned)} groups")
     for number, group in enumerate(result.posted):
         overrides = orjson.dumps(group.get("group_overrides")).decode()

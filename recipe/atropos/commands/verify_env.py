@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import aiohttp
@@ -37,6 +38,8 @@ from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+_MOST_WARNINGS = 10_000  # then the earlier ones are forgotten
 
 
 async def verify(
@@ -74,9 +77,11 @@ async def verify(
             health_check=False,
         )
         env = environment(config=config, server_configs=[server], slurm=False, testing=False)
+        env.posted = []
         _watch_calls(env, exchanges)
         env.max_token_len = config.max_token_length
-        warnings = _Warnings()
+        warnings = BufferingHandler(_MOST_WARNINGS)
+        warnings.setLevel(logging.WARNING)
         logging.getLogger().addHandler(warnings)
         try:
             await env.setup()
@@ -89,7 +94,8 @@ async def verify(
                 result.error = error
         finally:
             logging.getLogger().removeHandler(warnings)
-    result.posted, result.warnings = env.posted, warnings.messages
+    result.posted = env.posted
+    result.warnings = [*dict.fromkeys(record.getMessage() for record in warnings.buffer)]
     result.counts = dict(env.report.counts)
     vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
     limits = RowLimits(config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
@@ -101,25 +107,10 @@ async def verify(
 class _Recorded:
     """Mixin that keeps in ``posted`` what would go to the API; must precede the adapted environment in the MRO."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.posted: list[dict[str, Any]] = []
+    posted: list[dict[str, Any]]
 
     async def _post(self, groups: list[Any], ticket: int | None) -> None:
         self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
-
-
-class _Warnings(logging.Handler):
-    """Handler that collects each distinct message at WARNING or above."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if message not in self.messages:
-            self.messages.append(message)
 
 
 @contextlib.asynccontextmanager
@@ -191,12 +182,12 @@ def _not_sampled(groups: Sequence[Mapping[str, Any]], exchanges: Sequence[Exchan
         for row, (tokens, masks, values) in enumerate(zip(group["tokens"], group["masks"], logprobs, strict=True)):
             for start, end in trained_spans(masks):
                 given = values and values[start:end]
-                if not any(_stands_in(tokens[start:end], given, *answer) for answer in answers):
+                if not any(_occurs_in(tokens[start:end], given, *answer) for answer in answers):
                     text = tokenizer.decode(tokens[start:end])
                     yield f"group {number}, sequence {row}, positions {start} to {end - 1}: {text!r:.200}"
 
 
-def _stands_in(tokens: list[int], logprobs: list[float] | None, sampled: list[int], own: list[float]) -> bool:
+def _occurs_in(tokens: list[int], logprobs: list[float] | None, sampled: list[int], own: list[float]) -> bool:
     size = len(tokens)
     return any(
         sampled[at : at + size] == tokens and (not logprobs or logprobs == own[at : at + size])

@@ -4,8 +4,10 @@ Every value here is read from the run's files; ``decimate`` keeps them short.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.report.decimate import buckets, decimated
@@ -33,9 +35,9 @@ def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any
     return charts
 
 
-def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]]) -> dict[str, Any]:
-    more = {"limit": None, "log": False, "zero": False, "own": ""}
-    return {"id": id, "title": title, "unit": unit, "about": about, "series": series, **more}
+def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    own = {"id": id, "title": title, "unit": unit, "about": about, "series": series}
+    return {"limit": None, "log": False, "zero": False, "own": "", **own, **more}
 
 
 def _scores(history: History) -> dict[str, Any]:
@@ -56,9 +58,9 @@ def _scores(history: History) -> dict[str, Any]:
         "out of training, so “everything scored” rises earlier and higher."
     )
     span = score_range(history)
-    return _chart("score", "Score", "", about, series) | {
-        "own": f"single answers scored from {extent(*span)}" if span else ""
-    }
+    return _chart(
+        "score", "Score", "", about, series, own=f"single answers scored from {extent(*span)}" if span else ""
+    )
 
 
 def _is_of_environment(key: str) -> bool:
@@ -76,7 +78,7 @@ def _held_out(history: History) -> dict[str, Any]:
     about = "Score on items that are never trained on. Its range may be another than that of the training score."
     own = f"{', '.join(names)}, from {extent(min(values), max(values))}" if values else ""
     share = all(0 <= y <= 1 for each in series for y in each["y"] if y is not None)
-    return _chart("heldout", "Held-out score", "", about, series) | {"own": own, "share": share}
+    return _chart("heldout", "Held-out score", "", about, series, own=own, share=share)
 
 
 def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
@@ -88,9 +90,8 @@ def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
         series = _series(history, keys)
         if chart.quiet:
             series = [each for each in series if any(each["y"])]
-        if any(y is not None for each in series for y in each["y"]):
-            more = {"zero": chart.zero, "log": chart.log, "limit": history.config.get(chart.limit)}
-            yield _chart(chart.id, chart.title, chart.unit, chart.about, series) | more
+        more = {"zero": chart.zero, "log": chart.log, "limit": history.config.get(chart.limit)}
+        yield _chart(chart.id, chart.title, chart.unit, chart.about, series, **more)
 
 
 def _series(history: History, keys: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -132,10 +133,10 @@ def outcomes(history: History) -> list[dict[str, Any]]:
     """Return per environment what became of its items over time: counts by outcome in bars of equal time."""
     found = []
     for name, each in history.outcomes.items():
-        if not each:
+        totals = history.item_totals(name)
+        if not totals:
             continue
-        names = [outcome for outcome, _ in history.item_totals(name).most_common()]
-        names = [*(n for n in names if n == SENT), *(n for n in names if n != SENT)]
+        names = sorted(totals, key=lambda outcome: (outcome != SENT, -totals[outcome]))
         begin = each[0].time if history.started is None else history.started
         end = max(each[-1].time, begin + 1)
         n = min(BARS, len(each))
@@ -162,35 +163,42 @@ def outcomes(history: History) -> list[dict[str, Any]]:
 
 def staleness_histogram(history: History) -> dict[str, Any] | None:
     """Return the rows by age in updates, for the first, the middle and the last third of the steps."""
-    thirds = [Counter() for _ in range(3)]
-    for place, line in enumerate(history.lines):
-        for key, n in line.items():
-            if key.startswith("atropos/staleness/rows_"):
-                thirds[place * 3 // len(history.lines)][int(key.rpartition("_")[2])] += int(n)
-    return _binned(thirds, "updates")
+    prefix, steps = "atropos/staleness/rows_", len(history.lines)
+    counts = [
+        (place * 3 // steps, int(key.removeprefix(prefix)), n)
+        for place, line in enumerate(history.lines)
+        for key, n in line.items()
+        if key.startswith(prefix)
+    ]
+    return _binned(counts, "updates")
 
 
 def length_histogram(rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the rows by response tokens, for the first, the middle and the last third of the steps that were read."""
-    thirds = [Counter() for _ in range(3)]
-    for place, rows in enumerate(rollouts.values()):
-        thirds[place * 3 // len(rollouts)].update(row["response_tokens"] for row in rows if "response_tokens" in row)
-    return _binned(thirds, "tokens")
+    counts = [
+        (place * 3 // len(rollouts), row["response_tokens"], 1)
+        for place, rows in enumerate(rollouts.values())
+        for row in rows
+        if "response_tokens" in row
+    ]
+    return _binned(counts, "tokens")
 
 
-def _binned(thirds: list[Counter], unit: str) -> dict[str, Any] | None:
-    values = {value for third in thirds for value in third}
+def _binned(counts: Sequence[tuple[int, int, float]], unit: str) -> dict[str, Any] | None:
+    """Return the histogram of (third of the steps, value, number of rows)."""
+    values = [value for _, value, _ in counts]
     if not values:
         return None
     low, high = min(values), max(values)
     width = max(1, -(-(high - low + 1) // _BINS))
     edges = range(low, high + 1, width)
     labels = [str(edge) if width == 1 else f"{edge} to {min(high, edge + width - 1)}" for edge in edges]
-    series = []
-    for label, third in zip(("first third of the steps", "middle", "last third"), thirds, strict=True):
-        total = max(1, sum(third.values()))
-        counts = [0.0] * len(edges)
-        for value, n in third.items():
-            counts[(value - low) // width] += n / total
-        series.append({"label": label, "values": [round(count, 4) for count in counts], "rows": sum(third.values())})
-    return {"unit": unit, "labels": labels, "series": [each for each in series if each["rows"]]}
+    rows = np.zeros((3, len(edges)))
+    for third, value, n in counts:
+        rows[third, (value - low) // width] += n
+    series = [
+        {"label": label, "values": (third / third.sum()).round(4).tolist(), "rows": int(third.sum())}
+        for label, third in zip(("first third of the steps", "middle", "last third"), rows, strict=True)
+        if third.any()
+    ]
+    return {"unit": unit, "labels": labels, "series": series}

@@ -1,10 +1,11 @@
 """Long series made short enough for a page, without hiding a spike."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 POINTS = 400  # of a curve; a screen has hardly more pixels for one
 
 
@@ -14,9 +15,10 @@ def buckets(n: int, limit: int = POINTS) -> list[slice]:
     return [slice(begin, end) for begin, end in zip(edges, edges[1:], strict=False)]
 
 
-def spread(n: int, limit: int) -> list[int]:
-    """Return at most ``limit`` of range(n), evenly spread, the first and the last included."""
-    return sorted({*np.linspace(0, n - 1, min(n, limit)).round().astype(int).tolist()}) if n else []
+def spread(items: Sequence[T], limit: int) -> list[T]:
+    """Return at most ``limit`` of the items, evenly spread, the first and the last included."""
+    places = np.linspace(0, len(items) - 1, min(len(items), limit)).round().astype(int)
+    return [items[place] for place in np.unique(places)]
 
 
 def decimated(xs: Sequence[float], ys: Sequence[float | None], limit: int = POINTS) -> dict[str, Any]:

@@ -31,13 +31,18 @@ _MEANINGS = {reason.value: reason.meaning for reason in Reason} | {
     "api_unreachable": "the Trajectory API did not take the group in time",
 }
 
+_TOTALS = {  # of the summary, and the metric to add up for a run that has none
+    "seconds": "timing_s/step",
+    "tokens_trained": "atropos/trained_tokens",
+    "sequences_trained": "atropos/rows",
+    "groups_trained": "atropos/groups",
+}
+
 
 def figures(history: History) -> list[list[str]]:
     """Return the run in figures, as [name, value]; the same names for every run, so that two can be compared."""
-    summary, rows = history.summary, []
     of = f" of {history.total_steps}" if history.total_steps else ""
-    rows.append(["state", state(history)])
-    rows.append(["steps", f"{history.steps}{of}"])
+    rows = [["state", state(history)], ["steps", f"{history.steps}{of}"]]
     if history.lines:
         before, after, _ = training_scores(history)
         rows.append(["mean training score, first → last fifth", from_to(before, after)])
@@ -46,25 +51,25 @@ def figures(history: History) -> list[list[str]]:
     for name, values in held_out(history).items():
         if len(values) == 1:
             rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} at step {values[0][0]}"])
-            continue
-        best = max(values, key=lambda value: value[1])
-        rows.append([f"held-out score, {name}", from_to(values[0][1], values[-1][1])])
-        rows.append([f"best held-out score, {name}", f"{best[1]:.3f} at step {best[0]}"])
-    seconds = summary.get("seconds") or sum(history.column("timing_s/step"))
-    rows.append(["time in training steps", _duration(seconds)])
+        else:
+            best = max(values, key=lambda value: value[1])
+            rows.append([f"held-out score, {name}", from_to(values[0][1], values[-1][1])])
+            rows.append([f"best held-out score, {name}", f"{best[1]:.3f} at step {best[0]}"])
+    totals = {key: history.summary.get(key) or sum(history.column(metric)) for key, metric in _TOTALS.items()}
+    seconds = max(totals["seconds"], 1e-9)
+    rows.append(["time in training steps", _duration(totals["seconds"])])
     if history.lines:
         if times := history.column("timing_s/step"):
             rows.append(["median step", f"{statistics.median(times):.2f} s"])
         wait = sum(history.column("phase_s/wait"))
-        rows.append(["share of the time waiting for batches", f"{wait / max(seconds, 1e-9):.0%}"])
-    tokens = summary.get("tokens_trained") or sum(history.column("atropos/trained_tokens"))
-    rows.append(["tokens trained on", f"{tokens:,.0f}"])
-    rows.append(["trained tokens per second", f"{tokens / max(seconds, 1e-9):,.0f}"])
-    sequences = summary.get("sequences_trained") or sum(history.column("atropos/rows"))
-    rows.append(["sequences trained on", f"{sequences:,.0f}"])
-    groups = summary.get("groups_trained") or sum(history.column("atropos/groups"))
-    rows.append(["groups trained on", f"{groups:,.0f}"])
-    if restarts := sum(each.get("restarts", 0) for each in summary.get("environments", {}).values()):
+        rows.append(["share of the time waiting for batches", f"{wait / seconds:.0%}"])
+    rows += [
+        ["tokens trained on", f"{totals['tokens_trained']:,.0f}"],
+        ["trained tokens per second", f"{totals['tokens_trained'] / seconds:,.0f}"],
+        ["sequences trained on", f"{totals['sequences_trained']:,.0f}"],
+        ["groups trained on", f"{totals['groups_trained']:,.0f}"],
+    ]
+    if restarts := sum(each.get("restarts", 0) for each in history.summary.get("environments", {}).values()):
         rows.append(["restarts of environments", str(restarts)])
     rows.append(["model", model_name(str(history.config.get("actor_rollout_ref.model.path", "unknown")))])
     if history.started is not None:
@@ -82,19 +87,15 @@ def state(history: History) -> str:
 
 def dropped(history: History) -> list[dict[str, Any]]:
     """Return what was not trained on: ``{"where", "reason", "meaning", "count", "share"}``, most frequent first."""
-    found = []
-    for name in history.outcomes:
-        totals = history.item_totals(name)
-        all_items = sum(totals.values())
-        found += [
-            _reason(f"environment {name}, groups", outcome, n, n / all_items) for outcome, n in totals.most_common()
-        ]
-    rows = history.totals("atropos/dropped/")
+    totals = {name: history.item_totals(name) for name in history.outcomes}
+    sources = [(f"environment {name}, groups", items, sum(items.values())) for name, items in totals.items()]
     received = max(1.0, sum(history.column("atropos/received")))
-    found += [_reason("trainer, rows", name, int(n), n / received) for name, n in rows.most_common()]
-    events = history.totals("atropos/rows_with/")
-    return found + [
-        _reason("trainer, rows trained on with", name, int(n), n / received) for name, n in events.most_common()
+    sources.append(("trainer, rows", history.totals("atropos/dropped/"), received))
+    sources.append(("trainer, rows trained on with", history.totals("atropos/rows_with/"), received))
+    return [
+        _reason(where, outcome, int(n), n / whole)
+        for where, counts, whole in sources
+        for outcome, n in counts.most_common()
     ]
 
 

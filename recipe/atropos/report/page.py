@@ -5,6 +5,7 @@ samples are chosen. It holds no secret: the run's files have none, and settings 
 """
 
 import html
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,7 @@ def page(histories: list[History], tokens: bool = True) -> str:
         "data": orjson.dumps(data).decode().replace("<", "\\u003c"),  # no text of a sample ends the element
         "verdict": html.escape(" ".join(run["verdict"]["text"] for run in data["runs"])),
     }
-    text = (FOLDER / "page.html").read_text()
-    for name, value in values.items():
-        before, _, after = text.partition(f"{{{{{name}}}}}")
-        text = before + value + after
-    return text
+    return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], (FOLDER / "page.html").read_text())
 
 
 def describe(history: History, tokens: bool = True) -> dict[str, Any]:
@@ -83,7 +80,7 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
         "name": history.name,
         "state": facts.state(history),
         "steps": history.steps,
-        "verdict": verdict(history, alarms).as_dict(),
+        "verdict": verdict(history, alarms)._asdict(),
         "alarms": alarms,
         "figures": facts.figures(history),
         "curves": curves.curves(history, alarms),

@@ -15,8 +15,8 @@ from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES, read_evaluations, read_metrics
-from recipe.atropos.utils.files import read_json, read_lines
-from recipe.atropos.utils.secret import HIDDEN, read_config_yaml, without_secrets
+from recipe.atropos.utils.files import read_json, read_lines, read_yaml
+from recipe.atropos.utils.secret import HIDDEN, without_secrets
 
 SENT = "sent"
 _ADDRESS = re.compile(r"(https?://)(?:[^/\s@]*@)?([^/\s@'\"]+)/[^\s'\"]+")
@@ -31,14 +31,6 @@ class Outcomes:
     step: int | None
     counts: Counter[str]
     score: float | None  # mean over everything scored in between, sent or not
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def share(self, prefix: str) -> float:
-        """Return the share of the items whose outcome starts with ``prefix``; 0 if none ended."""
-        return sum(n for name, n in self.counts.items() if name.startswith(prefix)) / max(1, self.total)
 
 
 @dataclass
@@ -83,9 +75,9 @@ class History:
         """What became of the items, by environment, in order; lines without a new item are left out."""
         return {name: list(_differences(lines)) for name, lines in self.reports.items()}
 
-    def column(self, key: str, last: int | None = None) -> list[float]:
-        """Return a metric of all steps, or of the last ones, that have it."""
-        return [line[key] for line in (self.lines[-last:] if last else self.lines) if line.get(key) is not None]
+    def column(self, key: str) -> list[float]:
+        """Return a metric of all steps that have it."""
+        return [line[key] for line in self.lines if line.get(key) is not None]
 
     def totals(self, prefix: str) -> Counter[str]:
         """Return the sums over all steps of the metrics that start with ``prefix``, by the rest of their names."""
@@ -110,10 +102,8 @@ def read_history(folder: str | Path) -> History:
     run = RunDir(folder)
     if not any(path.exists() for path in (run.config, run.metrics, run.summary, run.environments)):
         raise ConfigurationError(f"{folder}: no run is in this folder; give a run's folder, such as runs/demo")
-    reports = {path.stem: [] for path in sorted(run.environments.glob("*.jsonl"))}
-    for name in reports:
-        reports[name] = read_lines(run.environment_report(name))
-    config = without_secrets(_plain(read_config_yaml(run.config))) if run.config.exists() else {}
+    reports = {path.stem: read_lines(path) for path in sorted(run.environments.glob("*.jsonl"))}
+    config = without_secrets(read_yaml(run.config)) if run.config.exists() else {}
     running, host = _who_runs(run)
     return History(
         run,
@@ -137,12 +127,6 @@ def shown(value: Any) -> str:
 def phases_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a step by phase, in order."""
     return {phase: line.get(f"phase_s/{phase}", 0.0) for phase in (*PHASES, "other")}
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(config, resolve=False)
 
 
 def _who_runs(run: RunDir) -> tuple[bool, str | None]:

@@ -37,10 +37,9 @@ def rollouts_of(history: History, limit: int = SCANNED) -> dict[int, list[dict[s
 
     Outputs that ``chosen_rows`` leaves out are shortened: a batch of long answers has gigabytes over so many steps.
     """
-    steps = sorted(int(path.stem) for path in history.run.rollouts.glob("*.jsonl") if path.stem.isdigit())
-    steps = [step for step in steps if step <= history.steps]
-    chosen = [steps[place] for place in spread(len(steps), limit)]
-    return {step: _read_rows(history.run.rollouts / f"{step}.jsonl") for step in chosen}
+    recorded = (int(path.stem) for path in history.run.rollouts.glob("*.jsonl") if path.stem.isdigit())
+    steps = spread(sorted(step for step in recorded if step <= history.steps), limit)
+    return {step: _read_rows(history.run.rollouts / f"{step}.jsonl") for step in steps}
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
@@ -69,9 +68,7 @@ def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str,
 
 def samples(history: History, rollouts: Mapping[int, list[dict[str, Any]]], with_tokens: bool = True) -> dict[str, Any]:
     """Return ``{"prompts", "rows", "note"}``; a row refers to its prompt by number, and has tokens if there are any."""
-    steps = list(rollouts)
-    steps = [steps[place] for place in spread(len(steps), STEPS)]
-    chosen = {step: chosen_rows(rollouts[step]) for step in steps}
+    chosen = {step: chosen_rows(rollouts[step]) for step in spread([*rollouts], STEPS)}
     tokens, note = _tokens(history, chosen) if with_tokens else ({}, _LATER)
     prompts: dict[str, int] = {}
     found = []
@@ -134,7 +131,7 @@ def items(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> lis
         return item["kind"] != "held out", not scores or scores[0] == scores[-1]
 
     by_kind = [list(group) for _, group in itertools.groupby(sorted(found, key=key), key)]
-    return [item for group in by_kind for item in [group[place] for place in spread(len(group), ITEMS // 2)]][:ITEMS]
+    return [item for group in by_kind for item in spread(group, ITEMS // 2)][:ITEMS]
 
 
 def _held_out(history: History) -> Iterable[dict[str, Any]]:
@@ -144,7 +141,7 @@ def _held_out(history: History) -> Iterable[dict[str, Any]]:
     for path in sorted(folders, key=lambda path: int(path.parts[-3])):
         versions[path.parts[-2]].append(path)
     for environment, paths in versions.items():
-        for path in [paths[place] for place in spread(len(paths), _ANSWERS)]:
+        for path in spread(paths, _ANSWERS):
             for sample in _recorded_samples(path):
                 if (read := _evaluated(sample)) is not None:
                     prompt, answer, score = read
@@ -190,5 +187,5 @@ def _trained(rollouts: Mapping[int, list[dict[str, Any]]]) -> Iterable[dict[str,
 def _several(answers: Mapping[tuple[str, str], Mapping[int, Any]], kind: str) -> Iterable[dict[str, Any]]:
     for (environment, prompt), by_step in answers.items():
         if len(by_step) > 1:
-            kept = [[*by_step.values()][place] for place in spread(len(by_step), _ANSWERS)]
-            yield {"kind": kind, "environment": environment, "prompt": shortened(prompt), "answers": kept}
+            answers_kept = spread([*by_step.values()], _ANSWERS)
+            yield {"kind": kind, "environment": environment, "prompt": shortened(prompt), "answers": answers_kept}

@@ -1,6 +1,6 @@
 """The tokens of the rows that a page shows, short enough to be embedded in it. Imports torch and verl."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ def token_columns(
         places = defaultdict(list)
         for index, uid in enumerate(recorded.non_tensor_batch["uid"]):
             places[uid].append(index)
-        width, taken = recorded.batch["prompts"].shape[1], Counter()
+        width = recorded.batch["prompts"].shape[1]
         for place, row in enumerate(rows):
-            index = _same_row(recorded, width, places[row["uid"]], row["output"], tokenizer, taken)
+            index = _same_row(recorded, places[row["uid"]], row["output"], tokenizer)
             if index is None or left <= 0:
                 continue
+            places[row["uid"]].remove(index)  # each row is shown once
             tokens = list(tokens_of_row(recorded, index, tokenizer))
             prompt = int(recorded.batch["attention_mask"][index, :width].sum())
             tokens = tokens[prompt:][: min(left, of_a_row)]
@@ -69,17 +70,11 @@ def token_columns(
     return found
 
 
-def _same_row(
-    recorded: Any, width: int, indices: list[int], output: str, tokenizer: Any, taken: Counter[int]
-) -> int | None:
-    """Return which of a group's rows has this response, each one once."""
-    attended = recorded.batch["attention_mask"].bool()
-    for index in indices:
-        response = recorded.batch["responses"][index][attended[index, width:]]
-        if not taken[index] and tokenizer.decode(response) == output:
-            taken[index] += 1
-            return index
-    return None
+def _same_row(recorded: Any, indices: list[int], output: str, tokenizer: Any) -> int | None:
+    """Return the first of a group's rows that has this response; None if there is none."""
+    responses = recorded.batch["responses"]
+    attended = recorded.batch["attention_mask"][:, -responses.shape[1] :].bool()
+    return next((index for index in indices if tokenizer.decode(responses[index][attended[index]]) == output), None)
 
 
 def _short(value: float | None) -> float | None:

@@ -1,8 +1,7 @@
 """The verdict on a run in one sentence: whether it learned, by how much, and what is wrong."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from recipe.atropos.report.run_history import History
 from recipe.atropos.report.scores import from_to, gains, held_out, training_scores
@@ -14,21 +13,18 @@ _FEW, _EARLY = 4, 20
 Level = Literal["good", "warn", "bad", "neutral"]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """``level`` says how the page shows it."""
 
     level: Level
     text: str
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def verdict(history: History, alarms: Sequence[dict[str, Any]]) -> Verdict:
     """Return the sentence; ``alarms`` are those of ``alarm_list.all_alarms``."""
     raised = [alarm for alarm in alarms if alarm["state"] == "raised"]
-    cause = f" {named(raised[0])}{_others(raised[1:])}." if raised else ""
+    others = ", ".join(dict.fromkeys(alarm["alarm"] for alarm in raised[1:]))
+    cause = f" {named(raised[0])}{f'; also {others}' if others else ''}." if raised else ""
     if not history.lines:
         text = f"{'No step was trained yet' if history.running else 'Stopped before its first step'}.{cause}"
         return Verdict("bad" if raised or not history.running else "neutral", text)
@@ -49,11 +45,6 @@ def named(alarm: dict[str, Any]) -> str:
     since = f" since step {alarm['since_step']}" if alarm["since_step"] is not None else ""
     seen = (alarm["seen_last"] or "").rstrip(".")
     return f"Alarm {alarm['alarm']}{where}{since}: " + (f"{alarm['means']} ({seen})" if alarm["means"] else seen)
-
-
-def _others(alarms: Sequence[dict[str, Any]]) -> str:
-    names = [*dict.fromkeys(alarm["alarm"] for alarm in alarms)]
-    return f"; also {', '.join(names)}" if names else ""
 
 
 def _outcome(history: History) -> tuple[str, Level]:

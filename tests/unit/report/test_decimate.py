@@ -26,4 +26,4 @@ def test_a_spike_of_a_long_series_is_in_its_band():
 
 
 def test_spread_has_the_first_and_the_last():
-    assert spread(100, 3) == [0, 50, 99] and spread(2, 5) == [0, 1] and spread(0, 5) == []
+    assert spread(range(100), 3) == [0, 50, 99] and spread("ab", 5) == ["a", "b"] and spread([], 5) == []
