@@ -34,7 +34,7 @@ from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import forget_start
 from recipe.atropos.commands.dry_run import show_dry_run
 from recipe.atropos.config.env_specs import fill_warnings
-from recipe.atropos.config.models import SMALL_POLICIES, check_model, replace_model_path, set_model_path
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, expected_failure
@@ -209,12 +209,12 @@ def prepare_run(plan: RunPlan) -> None:
     if plan.start:
         with progress(f"copying the weights of {plan.start.source.path}, step {plan.start.step}", plan.start.log):
             plan.start.make()
-        replace_model_path(plan.config, plan.start.base)
+        plan.config.actor_rollout_ref.model.path = plan.start.base
     else:
         forget_start(plan.files)
     prepare_model(plan.config, plan.files.log("policy"))
     versions = installed_versions(plan.config.inference.python)
-    for change in prepare_folder(plan.files, plan.complete(), versions, by_launcher=True):
+    for change in prepare_folder(plan.files, plan.complete(), versions, plan.given()):
         say(f"resumed with another {change}")
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,6 +20,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
+from recipe.atropos.config.compose import differences, shipped
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, set_model_path
 from recipe.atropos.config.preflight import check_config, check_model_settings
@@ -36,8 +37,10 @@ from recipe.atropos.utils.importing import without_collections
 from recipe.atropos.verl_ext.attention import set_attention
 
 
-def run(config: DictConfig) -> None:
+def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     """Start Ray (or join the cluster at RAY_ADDRESS) and train. ``config`` is checked, and its device is decided.
+
+    ``given``: as for ``resumption.prepare_folder``.
 
     A failure or a signal ends it at once, together with the Ray cluster that it started.
 
@@ -63,7 +66,7 @@ def run(config: DictConfig) -> None:
 
     with folder.lock():
         if not folder.inherits_lock():  # else the launcher has prepared it
-            for change in prepare_folder(folder, config, installed_versions(config.inference.python)):
+            for change in prepare_folder(folder, config, installed_versions(config.inference.python), given):
                 print(f"resumed with another {change}", flush=True)
         with gateway_before(config):
             _train(config)
@@ -156,7 +159,7 @@ def _in_background(work: Callable[[], None]) -> Future[None]:
     return future
 
 
-def train(config: DictConfig) -> None:
+def train(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     """Check what needs neither verl nor a service, say what is trained, and train.
 
     An expected failure ends the process with one line.
@@ -176,7 +179,7 @@ def train(config: DictConfig) -> None:
         print(f"run {config.run.dir}: trains {config.actor_rollout_ref.model.path}", flush=True)
         # verl warns of each engine that is not installed; this recipe uses only FSDP.
         warnings.filterwarnings("ignore", message=".* engine is not available")
-        run(config)
+        run(config, given)
 
 
 @hydra.main(config_path="config", config_name="trainer", version_base=None)
@@ -184,7 +187,7 @@ def _hydra_main(composed: DictConfig) -> None:
     try:
         with one_line_errors():
             config = checked_config(composed)
-        train(config)
+        train(config, differences(composed, shipped(None)))
     except Exception:  # Hydra would print the arguments, which may hold keys, and half of the traceback
         traceback.print_exc()
         sys.exit(1)

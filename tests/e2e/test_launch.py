@@ -461,6 +461,7 @@ def test_launch_goes_on_after_an_interrupt(finished):
     assert all(line["atropos/policy_version"] == line["step"] for line in lines)
     for name in (
         "config.yaml",
+        "given.yaml",
         "services.json",
         "reward.png",
         "report.html",

@@ -19,7 +19,6 @@ from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.commands.export_model import add_arguments
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.models import replace_model_path
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
@@ -101,7 +100,7 @@ def begun_from(tmp_path, spec, *options):
 def make_start(plan):
     """Copy the weights that a planned run starts from."""
     plan.start.make()
-    replace_model_path(plan.config, plan.start.base)
+    plan.config.actor_rollout_ref.model.path = plan.start.base
     expected = set_waits(resolved(plan.composed))
     decide_device(expected)
     assert expected == plan.config

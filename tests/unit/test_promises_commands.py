@@ -1,5 +1,7 @@
 """What the main document says of its commands: options, files, data, and what an environment finds out by itself."""
 
+import contextlib
+import copy
 import sys
 from types import SimpleNamespace
 
@@ -8,10 +10,11 @@ import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from helpers.runs import run_of
+from recipe.atropos import main
 from recipe.atropos.adapter import defaults
-from recipe.atropos.checkpoint.resumption import changed_keys
+from recipe.atropos.checkpoint.resumption import changed_keys, prepare_folder
 from recipe.atropos.config.complete import load_complete, load_recorded
-from recipe.atropos.config.compose import compose_config, given_keys, load_config
+from recipe.atropos.config.compose import compose_config, differences, given_keys, load_config, shipped
 from recipe.atropos.environments import gsm8k_upstream
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
@@ -21,6 +24,7 @@ from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
+from recipe.atropos.weight_sync.build import engine_settings
 
 # ---------------------------------------------------------------------- launch_services --config FILE
 
@@ -58,51 +62,79 @@ def test_config_of_an_earlier_version_is_completed_by_defaults(tmp_path):
     assert load_recorded(tmp_path / "config.yaml") == config
 
 
-def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, monkeypatch):
-    config = load_config(["preset=two_environments", "seed=3", "trainer.atropos.max_staleness=1"])
-    (tmp_path / "config.yaml").write_bytes(config_yaml(config))
-    file = f"config={tmp_path / 'config.yaml'}"
-    assert load_config([file]) == config
-    other = load_config([file, "run.dir=other", "data.train_batch_size=32", "actor_rollout_ref.actor.clip_ratio=0.3"])
-    assert other.trainer.default_local_dir == "other/checkpoints", "not the first run's"
-    assert other.trainer.atropos.weight_sync.directory == "other/weights"
+@pytest.fixture
+def run_file(tmp_path, model_path):
+    """A function that returns ``config=FILE`` of a run of these arguments, as the launcher prepares it."""
+
+    def prepared(*overrides):
+        plan = plan_run([*overrides, f"run.dir={tmp_path}", f"actor_rollout_ref.model.path={model_path}"])
+        prepare_folder(plan.files, plan.complete(), {}, plan.given())
+        return f"config={plan.files.config}"
+
+    return prepared
+
+
+def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file):
+    given = ["preset=two_environments", "seed=3", "trainer.atropos.max_staleness=1"]
+    file = run_file(*given)
+    again = plan_run([file])
+    assert (again.files.path, again.config.seed) == (tmp_path, 3), "the same run"
+    plan = plan_run([file, "run.dir=other", "data.train_batch_size=32", "actor_rollout_ref.actor.clip_ratio=0.3"])
+    other, atropos = plan.config, plan.config.trainer.atropos
+    assert (plan.files.path.name, other.run.dir, other.seed, atropos.max_staleness) == ("other", "other", 3, 1)
+    assert other.environments == again.config.environments and other.trainer.default_local_dir == "other/checkpoints"
+    assert atropos.weight_sync.directory == "other/weights" and other.trainer.rollout_data_dir == "other/rollouts"
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
-    run = run_of(config, tmp_path, compose_config(["preset=two_environments", "seed=3"]))
-    monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
-    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
-    start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
-    complete = load_complete(tmp_path / "config.yaml")
-    assert complete.inference.urls == inference.urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
-    engine = complete.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos
-    assert engine.urls == inference.urls, "composed with the addresses"
-    before = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert before["trainer"]["atropos"]["max_wait_time"] is None, "of the answers of whoever takes the file"
-    assert complete.trainer.atropos.max_wait_time == 600
-    restarted = config_yaml(run.plan.complete(), by_launcher=True)
-    assert changed_keys(before, yaml.safe_load(restarted)) == [], "the same command, again"
-    by_hand = tmp_path / "by_hand.yaml"
-    by_hand.write_bytes(config_yaml(complete))
-    assert load_config([f"config={by_hand}"]).inference.urls == inference.urls, "a trainer's own, without a launcher"
-    plan = plan_run([file, "run.dir=other"])
-    again = plan.config
-    assert again.trainer.default_local_dir == "other/checkpoints" and again.run.dir == "other"
-    assert again.trainer.atropos.weight_sync.directory == "other/weights"
-    assert again.trainer.rollout_data_dir == "other/rollouts"
-    assert plan.files.path.name == "other"
-    assert (again.seed, again.inference.urls, again.inference.gateway) == (3, [], None)
-    assert again.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls == []
     own = tmp_path / "own.yaml"
     own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
 
 
-def test_promises_config_of_a_run_asks_for_the_secrets_it_hides(tmp_path):
-    own, key = tmp_path / "config.yaml", "environment.args.judge.api_key"
-    own.write_bytes(config_yaml(load_config(["preset=demo", f"+{key}=sk-1", "inference.api_key=sk-2"])))
+def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file, monkeypatch):
+    """Which another run does not get: nothing of them was given."""
+    file = run_file("preset=two_environments", "trainer.atropos.max_staleness=1")
+    config = load_complete(tmp_path / "config.yaml")
+    run = run_of(config, tmp_path, compose_config(["preset=two_environments"]))
+    monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
+    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
+    start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
+    complete = load_complete(tmp_path / "config.yaml")
+    assert complete.inference.urls == inference.urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
+    assert engine_settings(complete)["urls"] == inference.urls
+    before = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert before["trainer"]["atropos"]["max_wait_time"] is None and complete.trainer.atropos.max_wait_time == 600
+    older = before | {"actor_rollout_ref": copy.deepcopy(before["actor_rollout_ref"])}
+    older["actor_rollout_ref"]["rollout"]["checkpoint_engine"]["engine_kwargs"] = {"atropos": {"urls": ["http://a"]}}
+    assert changed_keys(older, yaml.safe_load(config_yaml(run.plan.complete()))) == [], "the same command, again"
+    again = plan_run([file, "run.dir=other"]).config
+    assert (again.inference.urls, again.inference.gateway) == ([], None)
+
+
+def test_promises_config_of_a_trainer_has_its_services(tmp_path, model_path, monkeypatch):
+    """Without a launcher, they are given; and a run of an earlier version says what still reads it."""
+    given = [f"actor_rollout_ref.model.path={model_path}", f"run.dir={tmp_path}", "inference.urls=[http://127.0.0.1:1]"]
+    monkeypatch.setattr(main, "gateway_before", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(main, "_train", lambda config: None)
+    monkeypatch.setattr(main, "installed_versions", lambda python: {})
+    composed = compose_config(["preset=demo", *given])
+    main.train(load_config(["preset=demo", *given]), differences(composed, shipped(None)))
+    file = f"config={tmp_path / 'config.yaml'}"
+    assert load_config([file]).inference.urls == ["http://127.0.0.1:1"]
+    with pytest.raises(ConfigurationError, match="inference.urls is set by the launcher"):
+        plan_run([file])
+    (tmp_path / "given.yaml").unlink()
+    with pytest.raises(ConfigurationError, match="an earlier version wrote it, without given.yaml .* replay reads it"):
+        load_config([file])
+
+
+def test_promises_config_of_a_run_asks_for_the_secrets_it_hides(run_file):
+    key = "environment.args.judge.api_key"
+    file = run_file("preset=demo", f"+{key}=sk-1", "inference.api_key=sk-2")
+    given = ["run.dir=other", "inference.api_key=sk-2"]
     with pytest.raises(ConfigurationError, match=rf"^{key}=\*\*\*: .* give its value, or \$\{{oc.env:NAME\}}"):
-        load_config([f"config={own}"])
-    assert load_config([f"config={own}", f"{key}=sk-3"]).environment.args.judge.api_key == "sk-3"
+        load_config([file, *given])
+    assert load_config([file, *given, f"{key}=sk-3"]).environment.args.judge.api_key == "sk-3"
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints, model_of
-from recipe.atropos.config.compose import OF_EACH_START, leaves
+from recipe.atropos.config.compose import LAUNCHER_KEYS, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import FORMAT, RunDir
 from recipe.atropos.utils.files import read_json, read_lines, read_yaml, write_atomic, write_json
-from recipe.atropos.utils.secret import config_yaml, is_secret
+from recipe.atropos.utils.secret import config_yaml, is_secret, without_secrets
 
 _SAMPLE_BYTES = 1 << 20  # read at the beginning and at the end of each weights file
 _SHOWN_FIRST = (
@@ -25,14 +25,16 @@ _SHOWN_FIRST = (
     "actor_rollout_ref.actor.optim.lr",
 )
 _MOST_SHOWN = 20
+_ENGINE = ".checkpoint_engine.engine_kwargs."  # copies of other keys, in configurations of earlier versions
 
 
 def prepare_folder(
-    folder: RunDir, config: DictConfig, versions: dict[str, str], by_launcher: bool = False
+    folder: RunDir, config: DictConfig, versions: dict[str, str], given: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Prepare the folder for ``config``; the caller must hold its lock and must not have started anything yet.
 
-    ``versions``: of what the run uses, to be recorded.
+    ``versions``: of what the run uses, to be recorded. ``given``: what its configuration was composed of, by key, to be
+    recorded for other runs; None: they cannot be started from its configuration.
 
     Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
@@ -51,7 +53,10 @@ def prepare_folder(
         write_json(folder.identity, identity)
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
     before = read_yaml(folder.config) if goes_on and folder.config.exists() else None
-    write_atomic(folder.config, config_yaml(config, by_launcher))
+    write_atomic(folder.config, config_yaml(config))
+    if given is not None:
+        values = without_secrets({**given, "run.dir": str(folder.path)})
+        write_atomic(folder.given, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
     return [] if before is None else changed_keys(before, read_yaml(folder.config))
 
 
@@ -97,7 +102,7 @@ def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     """Return ``key: old -> new`` for keys whose values differ, most important first, at most ``_MOST_SHOWN``."""
     old, new = ({key: value for key, value in leaves(config) if value != {}} for config in (before, after))
     changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not is_secret(key) and key not in OF_EACH_START]
+    changed = [key for key in changed if not is_secret(key) and key not in LAUNCHER_KEYS and _ENGINE not in key]
     changed.sort(key=lambda key: (_SHOWN_FIRST.index(key) if key in _SHOWN_FIRST else len(_SHOWN_FIRST), key))
     lines = [f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}" for key in changed[:_MOST_SHOWN]]
     return lines + [f"and {len(changed) - _MOST_SHOWN} more keys"] * (len(changed) > _MOST_SHOWN)

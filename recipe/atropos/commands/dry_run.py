@@ -19,7 +19,7 @@ from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import check_folder
 from recipe.atropos.config.compose import leaves, load_config
-from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, config_file, replace_model_path
+from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, config_file
 from recipe.atropos.demo.small_policy import policy_folder
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
@@ -87,7 +87,7 @@ def _find_policy(config: DictConfig) -> str | None:
     folder, made = policy_folder(config.seed, RECIPES[name])
     if not made:
         return name
-    replace_model_path(config, str(folder))
+    config.actor_rollout_ref.model.path = str(folder)
     return None
 
 

@@ -10,7 +10,8 @@ Guarantees:
 - verl, torch and Ray are not imported.
 
 ``config=FILE`` names the user's YAML file, whose values override those of ``trainer.yaml`` and the preset, and are
-overridden by the other arguments. Its mappings are merged, and ``preset: NAME`` in it chooses a preset.
+overridden by the other arguments. Its mappings are merged, and ``preset: NAME`` in it chooses a preset. If it is the
+complete configuration of a run, the values that the run was given are taken, from the file beside it.
 
 The values of arguments follow Hydra's override grammar. A free-form mapping (``FREE``) is replaced as a whole by
 ``key={...}``, so ``environment.args={}`` empties it, and extended by ``key.name=value``.
@@ -22,7 +23,7 @@ import functools
 import importlib.util
 import pickle
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.keys import Derived, changes_of_key, keys_of, of_all, reference, without_effect
-from recipe.atropos.config.renamed import check_renamed, prefixes
+from recipe.atropos.config.keys import Derived, changes_of_key, keys_of, of_all, without_effect
+from recipe.atropos.config.renamed import check_renamed
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.secret import COMPLETE, check_not_hidden
 
 _FOLDER = Path(__file__).parent
@@ -54,14 +56,11 @@ LAUNCHER_KEYS = {
     "trainer.atropos.api_url": "api.host and api.port",
     "trainer.atropos.startup_timeout": "inference.start_timeout",
 }
-# The addresses of a run's services, which differ at each start.
-OF_EACH_START = {*LAUNCHER_KEYS, "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.atropos.urls"}
 # Coefficients without effect unless the other key is true.
 _SWITCHED = {
     "algorithm.kl_ctrl.kl_coef": "algorithm.use_kl_in_reward",
     "actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss",
 }
-_PROBE = "a_key_of_no_configuration"
 
 
 def _verl_folder() -> Path:
@@ -159,17 +158,13 @@ def complete_config(
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema."""
-    return compose_values(*given_values(overrides), tell)
+    return compose_values(given_values(overrides), tell)
 
 
-def compose_values(
-    in_file: list[tuple[str, Any]], given: list[tuple[str, Any]], tell: Callable[[str], None] = lambda _: None
-) -> DictConfig:
+def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """Compose what ``given_values`` returns."""
-    preset = chosen_preset(in_file + given)
+    preset = chosen_preset(given)
     config = shipped(preset)
-    if in_file:
-        given = _not_derived(in_file, config) + given
     known = set(keys_of(OmegaConf.to_container(config), ""))
     coefficients = {key: OmegaConf.select(config, key) for key in _SWITCHED}
 
@@ -215,13 +210,13 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
         ConfigurationError: an override cannot be read, or a file is not a mapping.
     """
     keys: set[str] = set()
-    for key, value in chain(*given_values(overrides)):
+    for key, value in given_values(overrides):
         keys |= {key, *(keys_of(value, f"{key}.") if isinstance(value, dict) else ())}
     return keys
 
 
-def given_values(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Return the values of a file, and the others, as (key, value) without the ``+`` before a key.
+def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    """Return the values of a file, and then the others, as (key, value) without the ``+`` before a key.
 
     Raises:
         ConfigurationError: as ``given_keys``.
@@ -233,45 +228,21 @@ def given_values(overrides: Sequence[str]) -> tuple[list[tuple[str, Any]], list[
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
         raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
-    in_file = [item for file in files for item in leaves(_read(file)) if item[0] not in _left_out(file)]
-    return in_file, [(key, value) for key, value in given if key != "config"]
-
-
-def _left_out(file: Any) -> Collection[str]:
-    """Return the keys to skip: in a run's own file, the addresses of services that no longer exist."""
-    with Path(str(file)).expanduser().open("rb") as opened:
-        return OF_EACH_START if opened.readline() == COMPLETE else ()
-
-
-def _not_derived(in_file: list[tuple[str, Any]], shipped: DictConfig) -> list[tuple[str, Any]]:
-    """Drop the values that follow from others in the file. A run's ``config.yaml`` has them all, such as the folder of
-    its checkpoints, and they must change if another ``run.dir`` is given with it."""
-    derived: dict[str, dict[str, Any]] = {}  # by the key, or the mapping around it, that is shipped as ${OTHER}
-    config, own = copy.deepcopy(shipped), []
-    with open_dict(config):
-        for key, value in in_file:
-            prefix = next((prefix for prefix in reversed(prefixes(key)) if reference(prefix, shipped)), None)
-            if prefix is None:
-                own.append((key, value))
-            else:
-                derived.setdefault(prefix, {})[key] = value
-            with contextlib.suppress(OmegaConfBaseException):  # a wrong value is reported later
-                OmegaConf.update(config, key, value, merge=False, force_add=True)
-        for prefix, values in derived.items():
-            with contextlib.suppress(OmegaConfBaseException):
-                config[_PROBE] = reference(prefix, shipped)  # as shipped, with the file's values
-                found = config[_PROBE]
-                found = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
-                whole = isinstance(found, dict) and found
-                if values == (dict(leaves(found, f"{prefix}.")) if whole else {prefix: found}):
-                    continue
-            own += values.items()
-    return own
+    in_file = [item for file in files for item in leaves(_read(file))]
+    return in_file + [item for item in given if item[0] != "config"]
 
 
 def _read(file: Any) -> dict[str, Any]:
     path = Path(str(file)).expanduser()
     try:
+        with path.open("rb") as opened:
+            if opened.readline() == COMPLETE:  # it has what follows from other values, too
+                path = RunDir(path.parent).given
+        if not path.exists():
+            raise ConfigurationError(
+                f"config={file}: an earlier version wrote it, without {path.name} beside it, which has what was given; "
+                "give the arguments of that run (its own command resumes it, and verl-atropos replay reads it)"
+            )
         found = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"config={file}: {' '.join(str(error).split())}; give a YAML file") from error
@@ -280,9 +251,15 @@ def _read(file: Any) -> dict[str, Any]:
     for key in ("defaults", "hydra"):
         if key in found:
             raise ConfigurationError(
-                f"config={file}: {key}: has no effect here: the file stands over trainer.yaml; preset: NAME chooses one"
+                f"config={file}: {key}: has no effect here: the file overrides trainer.yaml; preset: NAME chooses one"
             )
     return found
+
+
+def differences(config: DictConfig, base: DictConfig) -> dict[str, Any]:
+    """Return the values of ``config``, with interpolations, that differ from those of ``base``, by dotted key."""
+    old, new = (dict(leaves(OmegaConf.to_container(each))) for each in (base, config))
+    return {key: value for key, value in new.items() if key not in old or old[key] != value}
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,6 @@ Guarantees:
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -19,6 +18,7 @@ from recipe.atropos.config.compose import (
     chosen_preset,
     compose_config,
     compose_values,
+    differences,
     given_keys,
     given_values,
     leaves,
@@ -55,9 +55,9 @@ def _is_hydras(word: str) -> bool:
 
 def _as_hydras(overrides: Sequence[str]) -> list[str]:
     """Return overrides that make of ``trainer.yaml``, by Hydra's rules, what ``compose_config`` makes of these."""
-    preset, given = chosen_preset([*chain(*given_values(overrides))]), given_keys(overrides)
-    old = dict(leaves(OmegaConf.to_container(shipped(preset))))
-    new = dict(leaves(OmegaConf.to_container(compose_config(overrides, print))))
+    preset, given = chosen_preset(given_values(overrides)), given_keys(overrides)
+    composed = (shipped(preset), compose_config(overrides, print))
+    old, new = (dict(leaves(OmegaConf.to_container(config))) for config in composed)
     changed = {key: value for key, value in new.items() if key in given or key not in old or old[key] != value}
     chosen = [] if preset is None else [f"preset={preset}"]
     return [
@@ -91,5 +91,5 @@ def checked_config(composed: DictConfig) -> DictConfig:
                 f"{key} is missing: key=null leaves an option out; a configuration of your own needs "
                 "defaults: [trainer, _self_]"
             )
-    compose_values([(key, value) for key, value in new.items() if key not in old or old[key] != value], [])
+    compose_values([*differences(composed, shipped(None)).items()])
     return set_waits(resolved(composed))

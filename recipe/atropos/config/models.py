@@ -100,20 +100,13 @@ def model_settings(file: Path) -> dict[str, Any]:
 
 
 def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
-    """Resolve the model's path by ``resolve_model``, also where an interpolation has copied it.
+    """Resolve the model's path by ``resolve_model``.
 
     Raises:
         PolicyNotMade: as ``resolve_model``.
     """
-    replace_model_path(config, resolve_model(config.actor_rollout_ref.model.path, config.seed, log_path))
-
-
-def replace_model_path(config: DictConfig, path: str) -> None:
-    """Set the model's path, also where an interpolation has copied it."""
-    model, engine = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs
-    given, model.path = model.path, path
-    if engine.atropos.model_path == given:
-        engine.atropos.model_path = path
+    model = config.actor_rollout_ref.model
+    model.path = resolve_model(model.path, config.seed, log_path)
 
 
 def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:

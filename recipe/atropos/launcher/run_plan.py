@@ -14,13 +14,15 @@ from recipe.atropos.config.compose import (
     LAUNCHER_KEYS,
     complete_config,
     compose_config,
+    differences,
     given_keys,
     resolved,
+    shipped,
     with_values,
 )
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
-from recipe.atropos.config.models import MODEL_KEY, replace_model_path
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
@@ -49,6 +51,10 @@ class RunPlan:
         if self.config:
             decide_device(self.config)
         object.__setattr__(self, "specs", environment_specs(self.config) if self.config else {})
+
+    def given(self) -> dict[str, Any]:
+        """Return what differs from ``trainer.yaml``, by key, with interpolations."""
+        return differences(self.composed, shipped(None))
 
     def complete(self, addresses: Mapping[str, Any] | None = None) -> DictConfig:
         """Return the trainer's configuration, with ``addresses`` of services by key."""
@@ -82,7 +88,7 @@ def plan_run(overrides: list[str]) -> RunPlan:
         composed = with_values(composed, values)
         config = resolved(composed)
     if start is not None:
-        replace_model_path(config, start.model_before_the_copy)
+        config.actor_rollout_ref.model.path = start.model_before_the_copy
     return RunPlan(set_waits(config), composed, RunDir(directory), start)
 
 

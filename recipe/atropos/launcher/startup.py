@@ -78,7 +78,7 @@ def _restart_trainer(run: Run) -> Service:
 
 
 def _start_trainer(run: Run) -> Service:
-    write_atomic(run.files.config, config_yaml(run.complete, by_launcher=True))
+    write_atomic(run.files.config, config_yaml(run.complete))
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(run.complete))]),
         API_KEY_VARIABLE: run.api_key,

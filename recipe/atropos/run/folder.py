@@ -50,6 +50,7 @@ class RunDir:
         self.path = path = Path(path).resolve()
         self.identity = path / "run.json"  # the folder's format, the model that it trains, and versions
         self.config = path / "config.yaml"
+        self.given = path / "given.yaml"  # what the run was given, from which the rest of config.yaml follows
         self.services = path / "services.json"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "evaluations.jsonl"

@@ -106,17 +106,11 @@ def public_config(config: DictConfig) -> dict[str, Any]:
     return without_secrets(OmegaConf.to_container(config, resolve=True))
 
 
-def config_yaml(config: DictConfig, by_launcher: bool = False) -> bytes:
-    """Return the complete configuration without secrets; when loaded, the key comes from $ATROPOS_API_KEY.
-
-    ``by_launcher``: mark it as a launcher's, whose service addresses are of no use to another run.
-    """
+def config_yaml(config: DictConfig) -> bytes:
+    """Return the complete configuration without secrets; when loaded, the key comes from $ATROPOS_API_KEY."""
     public = public_config(config)
     public["inference"]["api_key"] = f"${{oc.env:{API_KEY_VARIABLE},null}}"
-    public["actor_rollout_ref"]["rollout"]["checkpoint_engine"]["engine_kwargs"]["atropos"]["api_key"] = (
-        "${inference.api_key}"
-    )
-    return (COMPLETE if by_launcher else b"") + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
+    return COMPLETE + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
 
 
 def restore(settings: Any, hidden: Iterable[Sequence[Any]]) -> None:

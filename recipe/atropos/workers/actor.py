@@ -95,6 +95,7 @@ class ActorGroup(LimitedWorkerGroup):
 
     def __init__(self, config: DictConfig, distillation: DistillationConfig):
         self.settings = settings = config.actor_rollout_ref
+        settings.rollout.checkpoint_engine.engine_kwargs = {"atropos": engine_settings(config)}
         needs_reference = need_reference_policy(config)
         has_adapter = settings.model.lora_rank > 0 or settings.model.get("lora_adapter_path") is not None
         self.computes_reference = needs_reference
@@ -182,3 +183,19 @@ def _padded(output: Any, key: str, data: Any) -> torch.Tensor:
 
 def _select(batch: DataProto, keys: list[str]) -> DataProto:
     return batch.select(batch_keys=[key for key in keys if key in batch.batch], non_tensor_batch_keys=[])
+
+
+def engine_settings(config: DictConfig) -> dict[str, Any]:
+    """Return the settings of the ranks' ``AtroposCheckpointEngine``, by the names of its parameters."""
+    inference, model, settings = config.inference, config.actor_rollout_ref.model, config.trainer.atropos.weight_sync
+    of_push = {name: settings[name] for name in ("transport", "directory", "pause_mode", "verify", "timeout")}
+    return of_push | {
+        "urls": list(inference.urls),
+        "colocated": inference.colocated,
+        "api_key": inference.api_key,
+        "dtype": inference.dtype,
+        "model_path": model.path,
+        "trust_remote_code": model.trust_remote_code,
+        "lora_rank": model.lora_rank,
+        "lora_merge": model.lora.merge,
+    }

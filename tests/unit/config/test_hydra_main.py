@@ -25,7 +25,7 @@ def start(tmp_path, monkeypatch, model_path):
     trained = []
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(main, "run", trained.append)
+    monkeypatch.setattr(main, "run", lambda config, given: trained.append(config))
 
     def started(*arguments):
         monkeypatch.setattr(sys, "argv", ["main", *arguments])
@@ -147,7 +147,7 @@ KEY = "the-key-of-the-run"
 
 
 def test_hydra_main_shows_no_argument_of_a_failed_training(start, monkeypatch, capsys):
-    def fails(config):
+    def fails(*_):
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(main, "run", fails)

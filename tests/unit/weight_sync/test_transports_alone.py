@@ -23,6 +23,7 @@ from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports import tensor
 from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
+from recipe.atropos.workers.actor import engine_settings
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,13 +46,12 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
 
 
 def test_the_engines_defaults_are_the_configurations_own():
-    configured = load_config(
-        ["actor_rollout_ref.model.path=m", "inference.colocated=false"]
-    ).actor_rollout_ref.rollout.checkpoint_engine
+    configured = engine_settings(load_config(["actor_rollout_ref.model.path=m", "inference.colocated=false"]))
     parameters = inspect.signature(AtroposCheckpointEngine).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default not in (p.empty, None)}
     assert "pause_mode" in defaults and "trust_remote_code" in defaults
-    assert {name: configured.engine_kwargs.atropos[name] for name in defaults} == defaults
+    assert {name: configured[name] for name in defaults} == defaults
+    assert configured.keys() == {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def test_memory_is_shared_with_servers_of_this_machine_alone(tmp_path):
