@@ -41,8 +41,9 @@ def test_plan_of_published_models_has_their_parameters(qwen):
     for size, parameters in PARAMETERS.items():
         for ranks in (1, 4):
             plan = planned(qwen(size), f"trainer.n_gpus_per_node={ranks}")
-            assert plan.trainer.parts["parameters"] == plan.trainer.parts["gradients"] == 4 * parameters // ranks
-            assert plan.trainer.parts["optimizer"] == 8 * parameters // ranks and plan.trainer.parts["reference"] == 0
+            parts = plan.trainer.parts
+            assert parts["parameters"] == parts["gradients"] == 4 * parameters // ranks
+            assert parts["optimizer"] == 8 * parameters // ranks and parts["reference"] == 0
             assert plan.server.weights == 2 * parameters
 
 
@@ -149,29 +150,27 @@ def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
     assert plan_memory(elsewhere, 80 * GIB).trainer.buckets_stay, "no GPU here: each is taken to have its own"
 
 
+SHARED, APART = ["inference.colocated=true"], ["inference.colocated=false"]
+
+
 @pytest.mark.parametrize(
-    ("preset", "size", "memory"),
+    ("preset", "size", "memory", "options"),
     [
-        ("qwen2.5-0.5b-1gpu", "0.5b", 24),
-        ("qwen2.5-1.5b-lora-1gpu", "1.5b", 24),
-        ("qwen2.5-7b-8gpu", "7b", 80),
-        ("gsm8k", "1.5b", 80),
-        ("gsm8k-lora", "1.5b", 80),
-        ("golden", "0.5b", 24),
+        ("qwen2.5-0.5b-1gpu", "0.5b", 24, SHARED),
+        ("qwen2.5-1.5b-lora-1gpu", "1.5b", 24, SHARED),
+        ("qwen2.5-7b-8gpu", "7b", 80, []),
+        ("gsm8k", "1.5b", 80, SHARED),
+        ("gsm8k-lora", "1.5b", 80, SHARED),
+        ("golden", "0.5b", 24, SHARED),
+        ("golden", "0.5b", 24, APART),
+        ("golden", "0.5b", 24, ["--gpus", "2", *SHARED]),
     ],
 )
-def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory):
+def test_plan_of_each_preset_for_gpus_fits(qwen, capsys, preset, size, memory, options):
     assert preset in all_presets()
-    shared = [] if preset.endswith("8gpu") else ["inference.colocated=true"]
-    options = ["plan", "--preset", preset, "--model", str(qwen(size)), "--gpu-memory", str(memory), *shared]
-    assert debug.main(options) == 0, capsys.readouterr().out
+    given = ["plan", "--preset", preset, "--model", str(qwen(size)), "--gpu-memory", str(memory), *options]
+    assert debug.main(given) == 0, capsys.readouterr().out
     assert "fits" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("options", [["inference.colocated=false"], ["--gpus", "2", "inference.colocated=true"]])
-def test_plan_of_the_golden_run_fits_two_gpus_of_24_gb(qwen, capsys, options):
-    given = ["plan", "--preset", "golden", "--model", str(qwen("0.5b")), "--gpu-memory", "24"]
-    assert debug.main([*given, *options]) == 0, capsys.readouterr().out
 
 
 def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path, monkeypatch):

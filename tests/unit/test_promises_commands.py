@@ -24,7 +24,7 @@ from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
-from recipe.atropos.weight_sync.build import engine_settings
+from recipe.atropos.workers.actor import engine_settings
 
 # ---------------------------------------------------------------------- launch_services --config FILE
 

@@ -341,14 +341,15 @@ _CHANGES = {
 
 def show(plan: Plan, console: Console) -> None:
     table = Table("of each GPU", "GiB", box=None)
-    for name, value in plan.trainer.parts.items():
-        if value:
-            table.add_row(f"trainer: {name}", f"{value / GIB:.2f}")
-    table.add_row("trainer: while servers generate", f"{plan.trainer.resident / GIB:.2f}")
-    table.add_row("trainer: largest moment", f"{plan.trainer.peak / GIB:.2f}")
-    table.add_row("server: weights", f"{plan.server.weights / GIB:.2f}")
-    table.add_row(f"server: KV cache, {plan.server.tokens:,} tokens", f"{plan.server.cache / GIB:.2f}")
-    table.add_row("the GPU", f"{plan.memory / GIB:.2f}")
+    rows = {f"trainer: {name}": value for name, value in plan.trainer.parts.items() if value} | {
+        "trainer: while servers generate": plan.trainer.resident,
+        "trainer: largest moment": plan.trainer.peak,
+        "server: weights": plan.server.weights,
+        f"server: KV cache, {plan.server.tokens:,} tokens": plan.server.cache,
+        "the GPU": plan.memory,
+    }
+    for name, value in rows.items():
+        table.add_row(name, f"{value / GIB:.2f}")
     console.print(table)
     console.print("servers and trainer share GPUs" if plan.colocated else "servers and trainer have GPUs of their own")
     for problem in plan.problems:

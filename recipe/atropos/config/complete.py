@@ -6,9 +6,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.atropos.config.compose import compose_config
+from recipe.atropos.config.compose import compose_config, resolved
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import read_config_yaml, restore
 
@@ -23,7 +22,7 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
     """
     config = _read(path)
     restore(config, map(json.loads, hidden))
-    return _checked(config)
+    return set_waits(resolved(config))
 
 
 def load_recorded(path: Path) -> DictConfig:
@@ -34,16 +33,10 @@ def load_recorded(path: Path) -> DictConfig:
     """
     defaults, recorded = compose_config([]), _read(path)
     OmegaConf.set_struct(defaults, False)
-    return _checked(OmegaConf.merge(defaults, recorded))
+    return set_waits(resolved(OmegaConf.merge(defaults, recorded)))
 
 
 def _read(path: Path) -> DictConfig:
     if not path.is_file():
         raise ConfigurationError(f"{path} is not there; give the folder of a run that launch_services started")
     return read_config_yaml(path)
-
-
-def _checked(config: DictConfig) -> DictConfig:
-    OmegaConf.resolve(config)
-    check_schema(OmegaConf.to_container(config))
-    return set_waits(config)

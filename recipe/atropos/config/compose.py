@@ -109,15 +109,12 @@ def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
     """
-    return set_waits(_resolve(compose_config(overrides, tell)))
+    return set_waits(resolved(compose_config(overrides, tell)))
 
 
 def resolved(composed: DictConfig) -> DictConfig:
     """Return a resolved and checked copy of what ``compose_config`` returned; raises as ``load_config``."""
-    return _resolve(copy.deepcopy(composed))
-
-
-def _resolve(config: DictConfig) -> DictConfig:
+    config = copy.deepcopy(composed)
     try:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
@@ -153,7 +150,7 @@ def complete_config(
         "inference.servers": config.inference.servers,
         **(addresses or {}),
     }
-    return _resolve(with_values(composed, decided))
+    return resolved(with_values(composed, decided))
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:

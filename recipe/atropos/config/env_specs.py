@@ -11,19 +11,20 @@ Environments may have any group sizes up to a batch. An allocation holds over co
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.atropos.config.schema import Environment
 from recipe.atropos.errors import ConfigurationError
 
 NO_STEP_LIMIT = 10**9
 """``--env.total_steps`` of an environment that serves until it is stopped."""
 
 _LEAST_FILL = 0.8
+_NULL_IS_A_VALUE = ("python", "reward_bridge", "min_batch_allocation")
 _OWN_KEYS = {  # flags of the environment that have their own keys
     "group_size": "group_size",
     "inference_weight": "weight",
@@ -31,37 +32,14 @@ _OWN_KEYS = {  # flags of the environment that have their own keys
 }
 
 
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """One environment. ``key`` is its key in the configuration, ``name`` what it registers, logs and reports as.
+class EnvironmentSpec(Environment):
+    """One environment, with the settings of the schema, none of which is omitted.
 
-    ``weight``: its share of the unallocated part, relative to the others'; ``min_batch_allocation``: its least share of
-    the batches, in (0, 1]; ``max_restarts``: how often it is restarted; ``start_timeout``: seconds until it must have
-    registered; ``args``: its own flags; ``reward_bridge``: what ``algorithm/reward_bridge.py`` reads;
-    ``python``: its interpreter, a path or a name on PATH, None for the launcher's.
-
-    Raises:
-        ConfigurationError: naming key and value.
+    ``key`` is its key in the configuration, ``name`` what it registers, logs and reports as.
     """
 
     key: str
     name: str
-    target: str
-    group_size: int
-    weight: float = 1.0
-    min_batch_allocation: float | None = None
-    max_restarts: int = 3
-    start_timeout: float = 300.0
-    evaluate: bool = True
-    args: Mapping[str, Any] = field(default_factory=dict)
-    reward_bridge: Mapping[str, Any] | None = None
-    python: str | None = None
-
-    def __post_init__(self) -> None:
-        for flag in _OWN_KEYS.keys() & self.args.keys():
-            raise ConfigurationError(f"{self.key}.args.{flag}: give {self.key}.{_OWN_KEYS[flag]} instead")
-        if self.several and "wandb_name" in self.args:
-            raise ConfigurationError(f"{self.key}.args.wandb_name: it is called {self.name}, as its key; drop it")
 
     @property
     def several(self) -> bool:
@@ -93,55 +71,33 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
     if not several:
-        if single["target"] is None:
-            return {}
-        return {spec.name: spec for spec in [_spec("environment", _name_of(single), single)]}
-    shared = {key: value for key, value in single.items() if key not in ("args", "reward_bridge")}
+        name = _name_of(single)
+        return {} if single["target"] is None else {name: _spec("environment", name, single)}
+    shared = single | {"args": {}, "reward_bridge": None}
     specs = {}
     for name, own in several.items():
-        if {**shared, **own}["target"] is None:
+        given = {key: value for key, value in own.items() if value is not None or key in _NULL_IS_A_VALUE}
+        if (shared | given)["target"] is None:
             raise ConfigurationError(f"environments.{name}.target is not set, and environment.target=null; give one")
-        specs[name] = _spec(f"environments.{name}", name, {**shared, **own})
+        specs[name] = _spec(f"environments.{name}", name, shared | given)
     return specs
 
 
 def _name_of(settings: Mapping[str, Any]) -> str:
     """Return the name of a single environment: that of its own flag, else of its module or file."""
-    given = (settings.get("args") or {}).get("wandb_name")
-    if given:
-        return re.sub(r"[^\w-]", "_", str(given))
     place = str(settings["target"]).partition(":")[0]
-    name = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
-    return re.sub(r"[^\w-]", "_", name) or "environment"
+    own = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+    given = (settings.get("args") or {}).get("wandb_name")
+    return re.sub(r"[^\w-]", "_", str(given or own)) or "environment"
 
 
 def _spec(key: str, name: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
-    given = {k: v for k, v in settings.items() if v is not None or k in ("min_batch_allocation", "reward_bridge")}
-    return EnvironmentSpec(key=key, name=name, **given)
-
-
-def check_specs(specs: Sequence[EnvironmentSpec], batch_size: int) -> None:
-    """Check that groups of these environments fit into a batch of ``batch_size`` sequences, and each has a share of it.
-
-    Raises:
-        ConfigurationError: naming the key.
-    """
-    for spec in specs:
-        if spec.group_size > batch_size:
-            raise ConfigurationError(
-                f"{spec.key}.group_size={spec.group_size} is larger than the batch of {batch_size} sequences "
-                "(data.train_batch_size groups x actor_rollout_ref.rollout.n); change either"
-            )
-    shares = {spec.key: spec.min_batch_allocation for spec in specs if spec.min_batch_allocation is not None}
-    total = sum(shares.values())
-    listed = " + ".join(f"{key}.min_batch_allocation={share:g}" for key, share in shares.items())
-    if total > 1 + 1e-6:
-        raise ConfigurationError(f"{listed} = {total:g} of a batch: together they may be 1 at most; lower one")
-    without = [spec.key for spec in specs if spec.min_batch_allocation is None]
-    if without and total > 1 - 1e-6:
-        raise ConfigurationError(
-            f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out"
-        )
+    spec = EnvironmentSpec.model_construct(key=key, name=name, **settings)  # config.schema has checked the values
+    for flag in _OWN_KEYS.keys() & spec.args.keys():
+        raise ConfigurationError(f"{key}.args.{flag}: give {key}.{_OWN_KEYS[flag]} instead")
+    if spec.several and "wandb_name" in spec.args:
+        raise ConfigurationError(f"{key}.args.wandb_name: it is called {name}, as its key; drop it")
+    return spec
 
 
 def fill_warnings(specs: Iterable[EnvironmentSpec], batch_size: int) -> list[str]:

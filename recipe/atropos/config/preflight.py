@@ -1,13 +1,14 @@
 """Configuration checks before anything is started; each error names the value and the fix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.config.env_specs import EnvironmentSpec, check_specs, environment_specs
+from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import config_file, model_settings
 from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.config.transports import WeightTransport, gpu_transport, named_transport
@@ -30,20 +31,13 @@ def check_config(config: DictConfig) -> None:
     """
     check_schema(OmegaConf.to_container(config, resolve=True))
     check_model_settings(config)
-    _check(_algorithm(config))
-    _check(_loss(config))
-    check_correction(config.algorithm.rollout_correction)
-    _check(_lora(config))
-    _check(_distillation(config))
     specs = [*environment_specs(config).values()]
-    check_specs(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
+    _check(chain(_algorithm(config), _loss(config), _correction(config.algorithm.rollout_correction)))
+    _check(chain(_lora(config), _distillation(config)))
+    _check(_shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n))
     for spec in specs:
         _check_bridge(spec)
-    if not specs:
-        _check(_joined(config))
-    _check(_training(config))
-    _check(_weight_sync(config))
-    _check(_transport(config))
+    _check(chain(() if specs else _joined(config), _training(config), _weight_sync(config), _transport(config)))
 
 
 def check_model_settings(config: DictConfig) -> None:
@@ -51,7 +45,7 @@ def check_model_settings(config: DictConfig) -> None:
     _check(_model(config))
 
 
-def _check(rules: Rules) -> None:
+def _check(rules: Iterable[tuple[Any, str]]) -> None:
     for wrong, message in rules:
         if wrong:
             raise ConfigurationError(message)
@@ -118,6 +112,24 @@ def _transport(config: DictConfig) -> Rules:
         yield from ((True, problem) for problem in transport.problems(config))
 
 
+def _shares(specs: Sequence[EnvironmentSpec], batch_size: int) -> Rules:
+    """Groups of these environments fit into a batch of ``batch_size`` sequences, and each has a share of it."""
+    for spec in specs:
+        yield (
+            spec.group_size > batch_size,
+            f"{spec.key}.group_size={spec.group_size} is larger than the batch of {batch_size} sequences "
+            "(data.train_batch_size groups x actor_rollout_ref.rollout.n); change either",
+        )
+    shares = {spec.key: spec.min_batch_allocation for spec in specs if spec.min_batch_allocation is not None}
+    without, total = [spec.key for spec in specs if spec.key not in shares], sum(shares.values())
+    listed = " + ".join(f"{key}.min_batch_allocation={share:g}" for key, share in shares.items())
+    yield total > 1 + 1e-6, f"{listed} = {total:g} of a batch: together they may be 1 at most; lower one"
+    yield (
+        without and total > 1 - 1e-6,
+        f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out",
+    )
+
+
 def _joined(config: DictConfig) -> Rules:
     """Yield settings that have no effect because the run starts no environment of its own."""
     for key, value in (
@@ -180,8 +192,23 @@ def _lora(config: DictConfig) -> Rules:
         "hf_model names an adapter's tensors as no model does, and transformers loads random weights; give "
         f"save_contents=[{kept}], of which model holds base and adapter",
     )
-    if model.lora_rank > 0 and not model.lora.merge:
-        yield from _adapter_only(config)
+    named, adapter_only = named_transport(config), model.lora_rank > 0 and not model.lora.merge
+    for wrong, key, why in (
+        (
+            named is not None and not named.in_requests,
+            f"trainer.atropos.weight_sync.transport={config.trainer.atropos.weight_sync.transport}",
+            "an adapter travels inside the request that loads it; set it to auto",
+        ),
+        (
+            config.inference.colocated,
+            "inference.colocated=true",
+            "the base weights would be lost with the memory that servers release, and are not pushed; set it to false",
+        ),
+    ):
+        yield (
+            adapter_only and wrong,
+            f"actor_rollout_ref.model.lora.merge=false with {key}: {why}, or set lora.merge=true",
+        )
 
 
 def _distillation(config: DictConfig) -> Rules:
@@ -240,23 +267,6 @@ def _model(config: DictConfig) -> Rules:
             f"inference.args.{flag}={value}: a quantized server cannot take the weights that are pushed; leave it out, "
             "and serve bfloat16",
         )
-
-
-def _adapter_only(config: DictConfig) -> Rules:
-    named = named_transport(config)
-    for wrong, key, why in (
-        (
-            named is not None and not named.in_requests,
-            f"trainer.atropos.weight_sync.transport={config.trainer.atropos.weight_sync.transport}",
-            "an adapter travels inside the request that loads it; set it to auto",
-        ),
-        (
-            config.inference.colocated,
-            "inference.colocated=true",
-            "the base weights would be lost with the memory that servers release, and are not pushed; set it to false",
-        ),
-    ):
-        yield wrong, f"actor_rollout_ref.model.lora.merge=false with {key}: {why}, or set lora.merge=true"
 
 
 def _loss(config: DictConfig) -> Rules:

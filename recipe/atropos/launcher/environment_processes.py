@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,10 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     if problem := _interpreter_problem(spec):
         return problem
     anywhere = "http://127.0.0.1:1"
-    command = [*environment_command(run, replace(spec, reward_bridge=None), "serve", anywhere, anywhere), "--check"]
+    command = [
+        *environment_command(run, spec.model_copy(update={"reward_bridge": None}), "serve", anywhere, anywhere),
+        "--check",
+    ]
     try:
         status, printed = run_command(
             f"{_CHECK}{spec.name}", command, env=environment_secrets(run, spec), timeout=spec.start_timeout

@@ -4,7 +4,6 @@ A run that recorded no alarm, perhaps because an earlier version made it, is pla
 servers told while the run went on is not in its files; a server that kept old weights still shows in the trained rows.
 """
 
-import heapq
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -32,12 +31,9 @@ def all_alarms(history: History) -> list[dict[str, Any]]:
     """
     recorded = bool(history.alarms)
     lines, newest = (history.alarms, _of_summary(history)) if recorded else _played(history)
-    found = _newest(lines, recorded)
-    for alarm in found:
-        if alarm["state"] == "raised":
-            alarm["seen_last"] = newest.get((alarm["alarm"], alarm["environment"]), alarm["seen"])
+    found = _newest(lines, recorded, newest)
     if not any(alarm["alarm"] == "server_out_of_sync" for alarm in found):
-        found += _newest(_server_behind(history), recorded=False)
+        found += _newest(_server_behind(history), False, {})
     for alarm in found:
         known = ALARMS.get(alarm["alarm"], UNKNOWN)
         alarm["settings"] = {key: shown(history.config[key]) for key in known.settings if key in history.config}
@@ -45,8 +41,8 @@ def all_alarms(history: History) -> list[dict[str, Any]]:
     return sorted(found, key=lambda alarm: (alarm["state"] != "raised", ALARMS.get(alarm["alarm"], UNKNOWN).cause))
 
 
-def _newest(lines: Iterable[dict[str, Any]], recorded: bool) -> list[dict[str, Any]]:
-    """Return the newest state of each alarm of lines of ``alarms.jsonl``."""
+def _newest(lines: Iterable[dict[str, Any]], recorded: bool, seen: Seen) -> list[dict[str, Any]]:
+    """Return the newest state of each alarm in lines of ``alarms.jsonl``; ``seen``: what raised ones showed last."""
     found = []
     for (name, environment), about in by_alarm(lines).items():
         raised, last = [line for line in about if line["state"] == "raised"], about[-1]
@@ -55,6 +51,8 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool) -> list[dict[str, A
         alarm = {key: last.get(key) for key in ("state", "since_step", "advice")}
         alarm |= {"alarm": name, "environment": environment, "times": len(raised), "recorded": recorded}
         alarm |= {"seen": begun.get("seen"), "raised_step": begun.get("step"), "seen_last": last.get("seen")}
+        if last["state"] == "raised":
+            alarm["seen_last"] = seen.get((name, environment), last["seen"])
         # a start from an earlier checkpoint clears it at that step
         found.append(alarm | {"until_step": None if last["state"] == "raised" else max(ends, default=None)})
     return found
@@ -72,16 +70,15 @@ def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
     """Return the lines that the watchdog would have written of the recorded steps and reports, and what it saw last."""
     lines: list[dict[str, Any]] = []
     watchdog = Watchdog(WatchedHistory(_limits(history)))
-    watched = watchdog.history
-    sources = [[(line["time"], None, line) for line in history.lines]]
-    sources += [[(line["time"], name, line) for line in lines] for name, lines in history.reports.items()]
-    events = list(heapq.merge(*sources, key=lambda event: event[0]))
+    events = [(line["time"], None, line) for line in history.lines]
+    events += [(line["time"], name, line) for name, reports in history.reports.items() for line in reports]
+    events.sort(key=lambda event: event[0])
     every = -(-len(events) // _LOOKS)
     for place, (now, environment, line) in enumerate(events, start=1):
         if environment is None:
-            watched.add_step(line)
+            watchdog.history.add_step(line)
         else:
-            watched.add_report(environment, line)
+            watchdog.history.add_report(environment, line)
         if place % every == 0 or place == len(events):
             lines += watchdog.changes(now)
     return lines, {key: raised.finding.seen for key, raised in watchdog.raised.items()}

@@ -108,7 +108,7 @@ def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tup
         return {}, "Tokens are not shown: the run kept no batches (api.retention)."
     try:
         # imported here: torch, verl and transformers take seconds
-        from recipe.atropos.report.token_columns import token_columns
+        from recipe.atropos.report.token_view import token_columns
 
         return token_columns(history, chosen, TOKENS, TOKENS_OF_A_ROW), ""
     except Exception as error:
@@ -135,13 +135,11 @@ def items(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> lis
 
 
 def _held_out(history: History) -> Iterable[dict[str, Any]]:
-    folders = [path for path in history.run.evaluation.glob("*/*/samples.jsonl") if path.parts[-3].isdigit()]
+    files = [path for path in history.run.evaluation.glob("*/*/samples.jsonl") if path.parts[-3].isdigit()]
+    files.sort(key=lambda path: (path.parts[-2], int(path.parts[-3])))
     answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
-    versions: dict[str, list[Path]] = defaultdict(list)
-    for path in sorted(folders, key=lambda path: int(path.parts[-3])):
-        versions[path.parts[-2]].append(path)
-    for environment, paths in versions.items():
-        for path in spread(paths, _ANSWERS):
+    for environment, of_versions in itertools.groupby(files, lambda path: path.parts[-2]):
+        for path in spread([*of_versions], _ANSWERS):
             for sample in _recorded_samples(path):
                 if (read := _evaluated(sample)) is not None:
                     prompt, answer, score = read

@@ -78,9 +78,15 @@ def test_dry_run_shows_no_secret_and_starts_nothing(planned, tmp_path):
     assert "nothing was started" in text and not (tmp_path / "run").exists()
 
 
-def test_dry_run_checks_as_the_run_would(capsys, tmp_path):
-    arguments = ["--preset", "demo", "--dry-run", "--model=/no/such/model", f"--run-dir={tmp_path / 'run'}"]
-    assert main(arguments) == 1 and "no model there" in capsys.readouterr().out
+@pytest.mark.parametrize("damaged", [False, True], ids=["missing", "damaged"])
+def test_dry_run_checks_the_model_as_the_run_would(capsys, tmp_path, damaged):
+    """Damaged by a download that was interrupted, for example."""
+    model = tmp_path / "model"
+    if damaged:
+        model.mkdir()
+        (model / "config.json").write_text('{"vocab_size": 1')
+    assert main(["--preset", "demo", "--dry-run", f"--model={model}", f"--run-dir={tmp_path / 'run'}"]) == 1
+    assert ("config.json cannot be read" if damaged else "no model there") in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
@@ -114,10 +120,3 @@ def test_dry_run_has_the_folder_of_a_small_policy(planned, tmp_path, monkeypatch
     run = planned(f"{MODEL_KEY}=small-policy")
     text = shown(run)
     assert f"--model-path {folder} " in text and f"--env.tokenizer_name={folder} " in text and "is made at" not in text
-
-
-def test_dry_run_names_a_model_whose_configuration_is_damaged(capsys, tmp_path):
-    """By a download that was interrupted, for example; a start checks the same."""
-    (tmp_path / "config.json").write_text('{"vocab_size": 1')
-    assert main(["--preset", "demo", "--dry-run", f"--model={tmp_path}", f"--run-dir={tmp_path / 'run'}"]) == 1
-    assert "config.json cannot be read" in capsys.readouterr().out

@@ -2,8 +2,7 @@
 
 import pytest
 
-from recipe.atropos.commands.verified import Exchange
-from recipe.atropos.commands.verify_env import _not_sampled
+from recipe.atropos.commands.verify_env import Exchange, _not_sampled
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"

@@ -15,7 +15,7 @@ from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs, fill_warnings
+from recipe.atropos.config.env_specs import environment_specs, fill_warnings
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
@@ -192,9 +192,8 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
 
 
 def test_sizes_that_fill_little_of_a_batch_are_named():
-    specs = [
-        EnvironmentSpec(f"environments.{name}", name, "m", size) for name, size in (("a", 8), ("b", 70), ("c", 43))
-    ]
+    several = ",".join(f"{name}: {{target: m, group_size: {size}}}" for name, size in (("a", 8), ("b", 70), ("c", 43)))
+    specs = environment_specs(config(f"environments={{{several}}}")).values()
     assert fill_warnings(specs, 128) == [
         "environments.b.group_size=70: whole groups fill 70 of a batch of 128 sequences, and padding the rest; give a "
         "size that divides it",

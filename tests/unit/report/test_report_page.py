@@ -111,9 +111,8 @@ def test_a_sample_cannot_end_the_data_or_run_a_script(tmp_path):
     assert evil in {row["answer"] for row in data_of(text)["runs"][0]["samples"]["rows"]}
 
 
-@pytest.mark.parametrize("times", [1, 40])
-def test_the_page_of_a_long_run_is_hardly_larger(tmp_path, times):
-    run = Seeded(tmp_path)
+def test_the_page_of_a_long_run_is_hardly_larger(tmp_path):
+    run, times = Seeded(tmp_path), 40
     run.lines = [line | {"step": at + 1} for at, line in enumerate(run.lines * times)]
     for step in range(61, 60 * times, 7):
         row = read_lines(run.run.rollouts / "60.jsonl")[0] | {"step": step, "output": "word " * 4_000}
