@@ -6,7 +6,7 @@ The run's ``config.yaml`` alone counts; secrets are in the environment.
 import sys
 from pathlib import Path
 
-from recipe.atropos.config.complete import load_complete
+from recipe.atropos.config.compose import load_complete
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.main import train
 from recipe.atropos.run.folder import RunDir

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from recipe.atropos.commands.inspect import show
-from recipe.atropos.config.complete import load_complete
+from recipe.atropos.config.compose import load_complete
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.token_view import batch_of_step, find_row, rows_of_step, tokens_of_row
 from recipe.atropos.run.folder import RunDir

@@ -16,8 +16,8 @@ from helpers.runs import run_of
 from helpers.trainer import random_group
 from recipe.atropos.config.compose import compose_config, load_config
 from recipe.atropos.config.env_specs import environment_specs
+from recipe.atropos.config.keys import RENAMED, check_renamed
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.config.renamed import RENAMED, check_renamed
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import main, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets

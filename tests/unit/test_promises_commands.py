@@ -13,8 +13,15 @@ from helpers.runs import run_of
 from recipe.atropos import main
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys, prepare_folder
-from recipe.atropos.config.complete import load_complete, load_recorded
-from recipe.atropos.config.compose import compose_config, differences, given_keys, load_config, shipped
+from recipe.atropos.config.compose import (
+    compose_config,
+    differences,
+    given_keys,
+    load_complete,
+    load_config,
+    load_recorded,
+    shipped,
+)
 from recipe.atropos.environments import gsm8k_upstream
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems

@@ -37,7 +37,7 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
     # imported here: torch and transformers take seconds
     from transformers import AutoTokenizer
 
-    from recipe.atropos.config.complete import load_recorded
+    from recipe.atropos.config.compose import load_recorded
     from recipe.atropos.data.rows import environment_name
     from recipe.atropos.report.token_view import find_row, rows_of_step, tokens_of_row
 

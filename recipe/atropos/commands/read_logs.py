@@ -8,9 +8,9 @@ import argparse
 import codecs
 import contextlib
 import os
+import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,12 +21,12 @@ from rich.table import Table
 from recipe.atropos.config.schema_errors import nearest
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.status import RunReader, find_run
+from recipe.atropos.run.status import find_run
 from recipe.atropos.terminal.dashboard import last_line
 from recipe.atropos.terminal.status import RUN_HELP
 from recipe.atropos.utils.files import printable
 
-_LINES, _POLL_SECONDS, _LOOK_SECONDS = 50, 0.2, 5.0
+_LINES, _POLL_SECONDS = 50, 0.2
 _BLOCK = 1 << 16
 
 
@@ -72,35 +72,20 @@ def show_list(files: RunDir, console: Console) -> None:
     console.print(table)
 
 
-def tail(path: Path, lines: int, end: int) -> bytes:
-    """Return the last ``lines`` lines of the first ``end`` bytes of a log, whose size is bounded."""
-    with path.open("rb") as file:
-        return b"".join(deque(file.read(end).splitlines(keepends=True), maxlen=lines))
+def read_end(files: RunDir, path: Path, lines: int, follow: bool = False) -> Iterator[bytes]:
+    """Yield the last ``lines`` lines; to ``follow``: then what is added, until the run has ended and all is read.
 
-
-def follow(files: RunDir, path: Path, lines: int) -> Iterator[bytes]:
-    """Yield the last ``lines`` lines, then what is added, until the run has ended and all is read."""
-    found = path.stat()
-    identity, offset = found.st_ino, found.st_size
-    yield tail(path, lines, offset)
-    reader, looked, ended = RunReader(files.path), time.monotonic(), False
-    while True:
-        found = path.stat()
-        if found.st_ino != identity or found.st_size < offset:  # replaced or cut
-            identity, offset = found.st_ino, 0
-        if found.st_size > offset:
-            with path.open("rb") as file:
-                file.seek(offset)
-                content = file.read(_BLOCK)
-            offset += len(content)
-            yield content
-        elif ended:
-            return
-        elif time.monotonic() - looked > _LOOK_SECONDS:
-            ended = not reader.read().is_alive  # what was written meanwhile is still to be read
-            looked = time.monotonic()
-        else:
-            time.sleep(_POLL_SECONDS)
+    A run that has ended, or runs on another machine, is not followed.
+    """
+    path.open("rb").close()  # raises what tail would only print
+    command, holder = ["tail", f"--lines={lines}", str(path)], files.holder()
+    if follow and holder is not None and holder.is_here and holder.lives():
+        command += ["-F", f"--pid={holder.pid}", f"--sleep-interval={_POLL_SECONDS}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield from iter(lambda: process.stdout.read1(_BLOCK), b"")
+        finally:
+            process.terminate()
 
 
 def count(text: str) -> int:
@@ -126,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         path = files.log(service)
         try:
-            last = follow(files, path, given.lines) if given.follow else [tail(path, given.lines, path.stat().st_size)]
+            last = read_end(files, path, given.lines, given.follow)
             for text in codecs.iterdecode(last, "utf-8", "replace"):
                 sys.stdout.write(printable(text))
                 sys.stdout.flush()

@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from recipe.atropos.config.complete import load_recorded
-from recipe.atropos.config.compose import with_values
+from recipe.atropos.config.compose import load_recorded, with_values
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir

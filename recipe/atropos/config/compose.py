@@ -1,4 +1,5 @@
-"""The checked configuration of a command line: ``trainer.yaml``, a preset, a file, and ``key=value`` arguments.
+"""The checked configuration of a command line: ``trainer.yaml``, a preset, a file, and ``key=value`` arguments; and the
+complete configuration of a run, ``config.yaml`` in its folder, which is only read.
 
 Guarantees:
 
@@ -21,6 +22,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,12 +42,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.keys import Derived, changes_of_key, keys_of, of_all, without_effect
-from recipe.atropos.config.renamed import check_renamed
+from recipe.atropos.config.keys import Derived, changes_of_key, check_renamed, keys_of, of_all, without_effect
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.secret import COMPLETE, check_not_hidden
+from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_yaml, restore
 
 _FOLDER = Path(__file__).parent
 # Keys that the launcher sets, and what a user gives instead.
@@ -192,6 +193,36 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
         raise ConfigurationError("\n".join([*wrong, *(line for key, line in values.items() if key in keys)]))
     check_not_hidden(OmegaConf.to_container(config))
     return config
+
+
+def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
+    """Load the configuration of a run as its launcher wrote it, resolved and checked; nothing is composed.
+
+    ``hidden``: what ``secret.hidden_settings`` returned, in JSON.
+
+    Raises:
+        ConfigurationError: there is no such file, or its values are not valid in this version.
+    """
+    config = _read_run(path)
+    restore(config, map(json.loads, hidden))
+    return set_waits(resolved(config))
+
+
+def load_recorded(path: Path) -> DictConfig:
+    """Load a configuration that an earlier version of the recipe may have written: what it lacks has its default.
+
+    Raises:
+        ConfigurationError: as ``load_complete``.
+    """
+    defaults, recorded = compose_config([]), _read_run(path)
+    OmegaConf.set_struct(defaults, False)
+    return set_waits(resolved(OmegaConf.merge(defaults, recorded)))
+
+
+def _read_run(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise ConfigurationError(f"{path} is not there; give the folder of a run that launch_services started")
+    return read_config_yaml(path)
 
 
 def quoted(value: str | Path) -> str:

@@ -32,7 +32,7 @@ def check_config(config: DictConfig) -> None:
     check_schema(OmegaConf.to_container(config, resolve=True))
     check_model_settings(config)
     specs = [*environment_specs(config).values()]
-    _check(chain(_algorithm(config), _loss(config), _correction(config.algorithm.rollout_correction)))
+    _check(chain(_algorithm(config), _loss(config), correction_rules(config.algorithm.rollout_correction)))
     _check(chain(_lora(config), _distillation(config)))
     _check(_shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n))
     for spec in specs:
@@ -311,12 +311,8 @@ _STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean")
 REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 
 
-def check_correction(correction: DictConfig) -> None:
+def correction_rules(correction: DictConfig) -> Rules:
     """Reject what verl would refuse only after the first batch; a test compares the two."""
-    _check(_correction(correction))
-
-
-def _correction(correction: DictConfig) -> Rules:
     key, chosen = "algorithm.rollout_correction", correction.rollout_rs
     yield (
         correction.get("bypass_mode") and correction.get("rollout_is_batch_normalize"),

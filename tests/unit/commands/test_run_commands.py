@@ -180,14 +180,14 @@ def test_logs_name_what_there_is(logged, capsys):
         read_logs.main(["nothing"])
 
 
-def test_logs_follow_what_is_added_until_the_run_ends(held, monkeypatch):
+def test_logs_follow_what_is_added_until_the_run_ends(held):
+    """To what is written last."""
     files, process = held()
-    monkeypatch.setattr(read_logs, "_LOOK_SECONDS", 0.1)
     log = files.log("trainer")
     log.parent.mkdir()
     log.write_bytes(b"first\n")
     pieces = []
-    for piece in read_logs.follow(files, log, 10):
+    for piece in read_logs.read_end(files, log, 10, follow=True):
         pieces.append(piece)
         if len(pieces) == 1:
             with log.open("ab") as file:
@@ -197,29 +197,12 @@ def test_logs_follow_what_is_added_until_the_run_ends(held, monkeypatch):
         elif len(pieces) == 3:
             log.with_name("other").write_bytes(b"replaced by a longer one\n")
             log.with_name("other").rename(log)
-        else:
-            process.kill()
-    assert pieces == [b"first\n", b"second\n", b"cut\n", b"replaced by a longer one\n"]
-
-
-def test_logs_follow_to_what_is_written_last(held, monkeypatch):
-    """Between the look at the log and the one at the run, which has ended meanwhile."""
-    files, process = held()
-    monkeypatch.setattr(read_logs, "_LOOK_SECONDS", 0.1)
-    log = files.log("launcher")
-    log.parent.mkdir()
-    log.write_bytes(b"first\n")
-
-    class Slow(read_logs.RunReader):
-        def read(self):
+        elif len(pieces) == 4:
             with log.open("ab") as file:
                 file.write(b"the end\n")
             process.kill()
-            process.wait(10)
-            return super().read()
-
-    monkeypatch.setattr(read_logs, "RunReader", Slow)
-    assert list(read_logs.follow(files, log, 10)) == [b"first\n", b"the end\n"]
+    assert pieces == [b"first\n", b"second\n", b"cut\n", b"replaced by a longer one\n", b"the end\n"]
+    assert list(read_logs.read_end(files, log, 1, follow=True)) == [b"the end\n"], "it has ended"
 
 
 def test_run_of_this_machine_is_held_under_its_name(tmp_path):
