@@ -17,17 +17,18 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture
 def shown(tmp_path):
-    """A function that returns a page's document once its scripts have run, and what the browser's console says."""
+    """A function that returns a page's document once its scripts have run; the browser's console must say ``told``."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
 
-    def show(page):
+    def show(page, told=""):
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/browser"]
         command += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", f"file://{page}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        document = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
-        return document, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+        console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+        assert (told in "".join(console)) if told else console == []
+        return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
 
     return show
 
@@ -52,8 +53,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_page_names_what_is_wrong_and_shows_it(tmp_path, shown, fault):
-    document, console = shown(write_report(seeded_run(tmp_path / "run", fault)))
-    assert console == []
+    document = shown(write_report(seeded_run(tmp_path / "run", fault)))
     name = FAULTS[fault][1]
     assert f"Alarm {name}" in text_of(document, "verdict") and "Something is wrong" in text_of(document, "verdict")
     assert text_of(document, "alarms").index(f"{name} raised") >= 0 and "Try: " in text_of(document, "alarms")
@@ -64,8 +64,8 @@ def test_the_page_names_what_is_wrong_and_shows_it(tmp_path, shown, fault):
 
 
 def test_a_healthy_run_is_drawn_without_an_alarm(tmp_path, shown):
-    document, console = shown(write_report(healthy_run(tmp_path / "run")))
-    assert console == [] and 'class="alarmed"' not in document and "None." in text_of(document, "alarms")
+    document = shown(write_report(healthy_run(tmp_path / "run")))
+    assert 'class="alarmed"' not in document and "None." in text_of(document, "alarms")
     assert "Learned: held-out score 0.367 → 0.996" in text_of(document, "verdict")
     legend = text_of(document, "curves").partition("Logprob difference")[2].partition("KL")[0]
     assert "mean 0.002" in legend and "mean, fresh samples 2.8e−7 (step 1)" in legend, "its newest is of another step"
@@ -77,8 +77,7 @@ def test_a_healthy_run_is_drawn_without_an_alarm(tmp_path, shown):
 
 def test_two_runs_are_laid_over_each_other(tmp_path, shown):
     one, two = healthy_run(tmp_path / "first"), seeded_run(tmp_path / "second", "sampling_mismatch")
-    document, console = shown(write_report(one, two))
-    assert console == []
+    document = shown(write_report(one, two))
     assert re.search(r"first: all trained rows.*second: all trained rows", text_of(document, "curves"), re.DOTALL)
     differing = text_of(document, "configuration")
     assert "trainer.atropos.sampling_mismatch" in differing and "actor_rollout_ref.actor.optim.lr" not in differing
@@ -102,8 +101,7 @@ def test_two_long_runs_show_their_own_limits_and_values(tmp_path, shown):
     one.lines[30] |= {"critic/score/max": 5.0}
     page = write_report(one.write(recorded=False), two.write(recorded=False), tokens=False)
     page.write_text(page.read_text().replace("</body>", f"<script>{AT}</script></body>"))
-    document, console = shown(page)
-    assert console == []
+    document = shown(page)
     curves = text_of(document, "curves")
     assert "one: limit 3" in curves and "two: limit 2" in curves and "In this run" not in curves
     assert "one: single answers scored from −1 to 5. two: single answers scored from −1 to 1." in curves
@@ -113,8 +111,8 @@ def test_two_long_runs_show_their_own_limits_and_values(tmp_path, shown):
 
 def test_a_run_and_one_without_a_step_are_drawn(tmp_path, shown):
     page = write_report(make_run(tmp_path / "one").path, make_run(tmp_path / "two", steps=0).path, tokens=False)
-    document, console = shown(page)
-    assert console == [] and "NaN" not in document and "undefined" not in document
+    document = shown(page)
+    assert "NaN" not in document and "undefined" not in document
     assert "one: mean" in text_of(document, "curves") and "two: limit" not in text_of(document, "curves")
 
 
@@ -158,8 +156,7 @@ def test_the_page_can_be_used_by_keyboard(tmp_path, shown):
     rewrite_lines(run / "rollouts/60.jsonl", [rows[0] | {"output": longer}, *rows[1:]])
     page = write_report(run)
     page.write_text(page.read_text().replace("</body>", f"<script>{USE}</script></body>"))
-    document, console = shown(page)
-    assert console == []
+    document = shown(page)
     assert re.search(r"<title>(.*)</title>", document)[1] == "step 2; score −1; score 1; true; (B.C|(b.c; 0; true"
 
 
@@ -187,8 +184,7 @@ def test_a_sample_says_why_nothing_is_colored(tmp_path, shown):
     del rows[first + 2]["pieces"]
     data = json.dumps(known).replace("<", "\\u003c")
     page.write_text(f"{before}{data}{after}".replace("</body>", f"<script>{COLOR}</script></body>"))
-    document, console = shown(page)
-    assert console == []
+    document = shown(page)
     text = "not colored: this page has no tokens of this sample"[:43]
     by_advantage, by_logprob = json.loads(re.search(r"<title>(.*)</title>", document)[1])
     assert by_advantage == ["not colored: its advantages are 0, as where", "", text, ""]
@@ -199,4 +195,4 @@ def test_a_sample_says_why_nothing_is_colored(tmp_path, shown):
 def test_an_error_of_the_page_would_be_seen(tmp_path, shown):
     page = write_report(healthy_run(tmp_path / "run"))
     page.write_text(page.read_text().replace("content.append(verdictSection()", "content.append(noSuchSection()"))
-    assert "noSuchSection is not defined" in "".join(shown(page)[1])
+    shown(page, told="noSuchSection is not defined")

@@ -16,7 +16,6 @@ from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report import facts
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import read_lines, rewrite_lines, write_json
 
 
@@ -24,8 +23,13 @@ def data_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_the_page_has_all_sections_of_a_run(tmp_path):
-    [run] = data_of(write_report(healthy_run(tmp_path)).read_text())["runs"]
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    return read_history(healthy_run(tmp_path_factory.mktemp("healthy")))
+
+
+def test_the_page_has_all_sections_of_a_run(healthy):
+    [run] = data_of(write_report(healthy.run.path).read_text())["runs"]
     charts = {chart["id"] for chart in run["curves"]}
     assert {"score", "heldout", "entropy", "logprobs", "kl", "gradient", "lr", "length", "staleness", "speed"} <= charts
     assert len(run["timeline"]["bars"]) == 60 and run["staleness"]["series"] and run["lengths"]["series"]
@@ -44,14 +48,14 @@ def test_the_commit_is_the_recipes_in_a_git_hook_too(monkeypatch):
 
 
 def test_the_page_has_the_versions_that_the_run_recorded(tmp_path):
-    folder = RunDir(healthy_run(tmp_path))
+    folder = make_run(tmp_path)
     write_json(folder.identity, {"format": 1, "versions": {"torch": "1.2.3"}})
     run = describe(read_history(folder.path), tokens=False)
     assert run["versions"] == {"torch": "1.2.3"} and run["recorded"]
 
 
-def test_ranges_of_training_and_held_out_scores_are_stated(tmp_path):
-    run = describe(read_history(healthy_run(tmp_path)), tokens=False)
+def test_ranges_of_training_and_held_out_scores_are_stated(healthy):
+    run = describe(healthy, tokens=False)
     own = {chart["id"]: chart["own"] for chart in run["curves"] if chart.get("own")}
     assert own == {
         "score": "single answers scored from −1 to 1",
@@ -60,28 +64,23 @@ def test_ranges_of_training_and_held_out_scores_are_stated(tmp_path):
     assert ["scores of trained answers, lowest to highest", "−1 to 1"] in run["figures"]
 
 
-def test_phases_have_the_time_that_checkpoints_took(tmp_path):
+def test_phases_have_the_time_that_checkpoints_took(healthy, monkeypatch):
     """The run's summary has it, the lines of its steps have not."""
-    history = read_history(healthy_run(tmp_path))
-    history.summary["seconds_per_phase"]["save"] = 300.0
-    timeline = describe(history, tokens=False)["timeline"]
+    monkeypatch.setitem(healthy.summary["seconds_per_phase"], "save", 300.0)
+    timeline = describe(healthy, tokens=False)["timeline"]
     assert timeline["names"][-1] == "save" and timeline["seconds"]["save"] == 300.0
     assert {len(bar["values"]) for bar in timeline["bars"]} == {len(timeline["names"])}
 
 
-def test_cut_rows_are_said_to_be_trained_on_up_to_the_cut(tmp_path):
+def test_cut_rows_are_marked_and_said_to_be_trained_on(tmp_path):
     """In the chart as in the table: trainer.atropos.overlong=truncate cuts the response's end."""
     run = describe(read_history(seeded_run(tmp_path, "truncation")), tokens=False)
     [cut] = [each for each in run["dropped"] if each["reason"] == "response_truncated"]
     [chart] = [chart for chart in run["curves"] if chart["id"] == "cut"]
     for text in (cut["meaning"], chart["about"]):
         assert "beginning is trained on" in text and "cut off is not" in text
-
-
-def test_marks_of_a_chart_stand_at_the_onset(tmp_path):
-    run = describe(read_history(seeded_run(tmp_path, "truncation")), tokens=False)
     [length] = [chart for chart in run["curves"] if chart["id"] == "length"]
-    assert length["marks"] == [{"x": 21, "alarm": "all_rows_clipped"}]
+    assert length["marks"] == [{"x": 21, "alarm": "all_rows_clipped"}], "at the onset"
 
 
 def test_a_run_has_the_name_of_its_folder(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import itertools
 import re
 
 import orjson
+import pytest
 
 from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import healthy_run
@@ -45,9 +46,13 @@ def test_rows_of_long_answers_are_not_all_kept_whole(tmp_path):
     assert [each["output"] for each in chosen_rows(found[2])] == [each["output"] for each in chosen_rows(rows)]
 
 
-def test_samples_have_tokens_with_mask_logprob_and_advantage(tmp_path):
-    history = read_history(healthy_run(tmp_path))
-    found = samples(history, rollouts_of(history))
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    return read_history(healthy_run(tmp_path_factory.mktemp("healthy")))
+
+
+def test_samples_have_tokens_with_mask_logprob_and_advantage(healthy):
+    found = samples(healthy, rollouts_of(healthy))
     assert found["note"] == "" and {each["step"] for each in found["rows"]} == {1, 12, 24, 36, 48, 60}
     for each in found["rows"]:
         assert "".join(each["pieces"]) == each["answer"]
@@ -65,10 +70,8 @@ def test_without_batches_the_page_says_why_it_has_no_tokens(tmp_path):
     assert found["note"].startswith("Tokens are not shown: ") and "trajectories" in found["note"]
 
 
-def test_items_show_how_held_out_answers_changed(tmp_path):
-    history = read_history(healthy_run(tmp_path))
-    found = items(history, rollouts_of(history))
-    changed = found[0]
+def test_items_show_how_held_out_answers_changed(healthy):
+    changed = items(healthy, rollouts_of(healthy))[0]
     assert changed["kind"] == "held out" and [answer["at"] for answer in changed["answers"]] == [0, 60]
     assert changed["answers"][0]["score"] < changed["answers"][1]["score"]
     assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
