@@ -5,7 +5,7 @@ default).
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
@@ -30,6 +30,20 @@ def style_of(token: dict[str, Any], largest: float) -> Style:
     color = (60, 60, 60) if share == 0 else (empty, full, empty) if token["advantage"] > 0 else (full, empty, empty)
     unlikely = token["logprob"] is not None and token["logprob"] < UNLIKELY
     return Style(color="white", bgcolor=f"rgb({color[0]},{color[1]},{color[2]})", underline=unlikely)
+
+
+def token_table(
+    tokens: Iterable[dict[str, Any]],
+    numbers: Sequence[str],
+    style: Callable[[dict[str, Any]], str | Style] = lambda _: "",
+) -> Table:
+    """Return a line for each token, as ``report.token_view`` has them, with these of its numbers."""
+    grid = Table("position", "id", "token", "trained", *numbers)
+    for token in tokens:
+        values = ["" if token[name] is None else f"{token[name]:.4f}" for name in numbers]
+        text = Text(repr(token["text"]), style(token))
+        grid.add_row(str(token["position"]), str(token["id"]), text, "yes" if token["trained"] else "", *values)
+    return grid
 
 
 def show(files: RunDir, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
@@ -63,12 +77,7 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
     console.print(legend.append(f"{UNLIKELY:g}"))
     console.print(Text.assemble(*((token["text"], style_of(token, largest)) for token in tokens)))
     if table:
-        grid = Table("position", "id", "token", "trained", "logprob", "advantage")
-        for token in tokens:
-            numbers = ["" if token[key] is None else f"{token[key]:.4f}" for key in ("logprob", "advantage")]
-            text = Text(repr(token["text"]), style_of(token, largest))
-            grid.add_row(str(token["position"]), str(token["id"]), text, "yes" if token["trained"] else "", *numbers)
-        console.print(grid)
+        console.print(token_table(tokens, ["logprob", "advantage"], lambda token: style_of(token, largest)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,13 +27,13 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.completion_cache import NOT_PUSHED, trained_spans
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
+from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits
 from recipe.atropos.errors import ConfigurationError, one_line_errors
@@ -104,7 +104,6 @@ async def verify(
         TimeoutError: setup and rollout exceed ``timeout``.
     """
     environment = adapt(load_environment(target))
-    environment = type(environment.__name__, (_Recorded, environment), {"__module__": environment.__module__})
     own = {} if model is None else {"tokenizer_name": model}
     config = configured(environment, {"use_wandb": False, **overrides, **own})
     if url is None:
@@ -125,7 +124,12 @@ async def verify(
             health_check=False,
         )
         env = environment(config=config, server_configs=[server], slurm=False, testing=False)
-        env.posted = []
+        posted: list[dict[str, Any]] = []
+
+        async def keep(groups: list[Any], ticket: int | None) -> None:
+            posted.extend(orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups)
+
+        env._post = keep
         _watch_calls(env, exchanges)
         env.max_token_len = config.max_token_length
         warnings = BufferingHandler(_MOST_WARNINGS)
@@ -133,7 +137,7 @@ async def verify(
         logging.getLogger().addHandler(warnings)
         try:
             await env.setup()
-            result = Verified(env, await next_item(env), exchanges)
+            result = Verified(env, await next_item(env), exchanges, posted=posted)
             try:
                 result.returned = await roll_out(env, result.item)
                 if result.returned:
@@ -142,7 +146,6 @@ async def verify(
                 result.error = error
         finally:
             logging.getLogger().removeHandler(warnings)
-    result.posted = env.posted
     result.warnings = [*dict.fromkeys(record.getMessage() for record in warnings.buffer)]
     result.counts = dict(env.report.counts)
     vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
@@ -150,15 +153,6 @@ async def verify(
     result.rows, result.report = read_groups(result.posted, limits)
     result.not_sampled = list(_not_sampled(result.posted, exchanges, env.tokenizer))
     return result
-
-
-class _Recorded:
-    """Mixin that keeps in ``posted`` what would go to the API; must precede the adapted environment in the MRO."""
-
-    posted: list[dict[str, Any]]
-
-    async def _post(self, groups: list[Any], ticket: int | None) -> None:
-        self.posted += [orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups]
 
 
 @contextlib.asynccontextmanager
@@ -339,18 +333,20 @@ def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) 
             f"{row.versions[1]}{' (not pushed by a trainer)' if row.versions[0] == NOT_PUSHED else ''}",
             markup=False,
         )
-        response = [
-            (tokenizer.decode([token]), "black on green" if trained else "bright_black")
-            for token, trained in zip(row.response.tolist(), row.mask.tolist(), strict=True)
+        tokens = [
+            {
+                "position": len(row.prompt) + at,
+                "id": token,
+                "text": tokenizer.decode([token]),
+                "trained": trained,
+                "logprob": row.log_probs[at] if trained and row.log_probs is not None else None,
+            }
+            for at, (token, trained) in enumerate(zip(row.response.tolist(), row.mask.tolist(), strict=True))
         ]
+        response = ((token["text"], "black on green" if token["trained"] else "bright_black") for token in tokens)
         console.print(Text.assemble((tokenizer.decode(row.prompt.tolist()), "bright_black"), *response))
         if table:
-            grid = Table("position", "id", "token", "trained", "logprob")
-            for at, (token, trained) in enumerate(zip(row.response.tolist(), row.mask.tolist(), strict=True)):
-                logprob = f"{row.log_probs[at]:.4f}" if trained and row.log_probs is not None else ""
-                cells = [str(len(row.prompt) + at), str(token), Text(repr(tokenizer.decode([token])))]
-                grid.add_row(*cells, "yes" if trained else "", logprob)
-            console.print(grid)
+            console.print(token_table(tokens, ["logprob"]))
 
 
 def _brief_ids(ids: Sequence[int]) -> str:
