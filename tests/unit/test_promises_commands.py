@@ -131,7 +131,7 @@ def test_promises_config_of_a_trainer_has_its_services(tmp_path, model_path, mon
     with pytest.raises(ConfigurationError, match="inference.urls is set by the launcher"):
         plan_run([file])
     (tmp_path / "given.yaml").unlink()
-    with pytest.raises(ConfigurationError, match="an earlier version wrote it, without given.yaml .* replay reads it"):
+    with pytest.raises(ConfigurationError, match="a replay wrote it, without given.yaml, .* replay reads it"):
         load_config([file])
 
 

@@ -268,8 +268,8 @@ def _read(file: Any) -> dict[str, Any]:
                 path = RunDir(path.parent).given
         if not path.exists():
             raise ConfigurationError(
-                f"config={file}: an earlier version wrote it, without {path.name} beside it, which has what was given; "
-                "give the arguments of that run (its own command resumes it, and verl-atropos replay reads it)"
+                f"config={file}: an earlier version or a replay wrote it, without {path.name}, which has what was "
+                "given; give the arguments of that run (its own command resumes it, and verl-atropos replay reads it)"
             )
         found = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
