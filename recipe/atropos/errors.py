@@ -8,7 +8,7 @@ on one line and exits with a nonzero status. A few exceptions of other libraries
 import contextlib
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 RECOVERABLE = 75  # exit status of a failure after which the same command can continue: BSD's EX_TEMPFAIL
 
@@ -61,6 +61,18 @@ def _recoverable(error: BaseException) -> bool:
     if ray is not None and isinstance(error, ray.RayError):
         return _recoverable(error.cause) if isinstance(error, ray.RayTaskError) else True
     return isinstance(error, AtroposError) and error.recoverable
+
+
+def attempt_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Take all steps, whichever of them fail as expected, and raise the first failure at the end."""
+    failures: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except (AtroposError, OSError) as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
     """Check, start, train, end; return the exit status. ``detach`` is called once all checks have passed."""
     console.is_interactive = not arguments.plain
     try:
-        with _ended_by_sigterm():
+        with _sigterm_as_interrupt():
             plan = plan_run(compose_overrides(arguments))
             run = Run(plan)
             check_run(run, shows_key=detach is None)
@@ -219,7 +219,7 @@ def prepare_run(plan: RunPlan) -> None:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     """While the block runs, SIGTERM ends it as Ctrl-C does."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):

@@ -39,7 +39,7 @@ from recipe.atropos.data.rows import (
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data.scored_group import Group
 from recipe.atropos.errors import NothingToTrain, secondary_errors
-from recipe.atropos.run.evaluation_marker import is_held, wait_until_evaluated
+from recipe.atropos.run.evaluation_marker import needs_evaluation, wait_until_evaluated
 from recipe.atropos.run.record import RunRecord, heldout_scores
 from recipe.atropos.run.trackers import Trackers
 from recipe.atropos.sources.numbered import DataSource
@@ -241,7 +241,7 @@ class RayGRPOAtroposTrainer:
             NotEvaluated: the launcher did not report the evaluation in time.
         """
         settings, version = self.config.evaluation, self.checkpoint_manager.version
-        if settings.evaluated_file and is_held(version, settings.every) and self._pushes:
+        if settings.evaluated_file and needs_evaluation(version, settings.every) and self._pushes:
             with marked_timer("evaluate", self.timing_raw), self.record.waiting():
                 limit = settings.timeout + _EVALUATION_SLACK
                 wait_until_evaluated(settings.evaluated_file, version, limit, self._poll_servers)

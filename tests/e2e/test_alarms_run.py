@@ -37,9 +37,9 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
         async with asyncio.timeout(180), aclosing(AlarmWatch(run, 0, api.url, None)) as alarm_watch:
             raised, counts = set(), {}
             while raised != set(ALARMS.items()) or counts.get("groups_sent", 0) < 4:
-                await environments.look_after()
+                await environments.poll()
                 run.check()
-                await alarm_watch.look()
+                await alarm_watch.poll()
                 raised = {(line["environment"], line["alarm"]) for line in read_lines(run.files.alarms)}
                 assert raised <= set(ALARMS.items()), raised
                 counts = environments.summary()["none"]

@@ -27,7 +27,7 @@ from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards, ShardsError
 from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launcher.launch import tell_model
+from recipe.atropos.launcher.launch import report_model
 from recipe.atropos.main import export_model
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import update_summary
@@ -361,12 +361,12 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
     options = [f"actor_rollout_ref.model.path={make_model('qwen2')}", "trainer.total_training_steps=1"]
     launched = run_of(compose_config(*options), run.path)
     export_model(run)
-    tell_model(launched)
+    report_model(launched)
     told = " ".join(capsys.readouterr().out.split())
     assert f"model exported to {run.model}: step 1, float32" in told and "run/model: step 1, float32" in told
     card = (run.model / "README.md").read_text()
     append_line(run.evaluations, {"step": 1, "env": "e", "metrics": {"accuracy": 0.5}, "main": "accuracy"})
-    tell_model(launched)
+    report_model(launched)
     assert "| e | accuracy |" not in card and "| e | accuracy |" in (run.model / "README.md").read_text()
 
     shutil.rmtree(run.model)
@@ -375,9 +375,9 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
     shutil.copy(actor / "model_world_size_2_rank_0.pt", actor / "model_world_size_1_rank_0.pt")  # as complete.json says
     export_model(run)
     assert "model not exported: " in capsys.readouterr().out and not run.model.exists()
-    tell_model(launched)
+    report_model(launched)
     assert "none is exported: see" in capsys.readouterr().out
-    tell_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
+    report_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
     assert "none is exported: trainer.save_freq saves no checkpoint" in " ".join(capsys.readouterr().out.split())
 
 

@@ -98,7 +98,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
 
     async def looks(join, count):
         for _ in range(count):
-            await join.look_after()
+            await join.poll()
             await asyncio.sleep(0.15)
         return re.sub(r"\s+", " ", capsys.readouterr().out)
 

@@ -45,12 +45,12 @@ class Stage:
     async def until(self, condition, seconds=60):
         async with asyncio.timeout(seconds):
             while not condition():
-                await self.environments.look_after()
+                await self.environments.poll()
                 self.run.check()
                 await asyncio.sleep(0.1)
 
     def service(self, name):
-        return next(service for service in self.run.services if service.name == f"environment-{name}")
+        return self.run.services[f"environment-{name}"]
 
     def registrations(self, name):
         return [
@@ -91,7 +91,7 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
         for number in range(2):
             post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
         await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)  # after a's own tickets
-        assert [service.name for service in stage.run.services] == ["environment-a"]
+        assert list(stage.run.services) == ["environment-a"]
         summary = stage.environments.summary()
         assert (summary["b"]["restarts"], summary["b"]["abandoned"], summary["a"]["abandoned"]) == (1, True, False)
         end(stage.service("a"))

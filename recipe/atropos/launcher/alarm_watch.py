@@ -29,7 +29,7 @@ from recipe.atropos.watchdog.alarms import ALARMS
 from recipe.atropos.watchdog.history import History, Limits
 from recipe.atropos.watchdog.watchdog import Watchdog, account
 
-_LOOK_SECONDS = 5.0  # between two looks at the services
+_ASK_SECONDS = 5.0  # between two requests to the services
 
 
 class AlarmRaised(AtroposError, RuntimeError):
@@ -37,7 +37,10 @@ class AlarmRaised(AtroposError, RuntimeError):
 
 
 class AlarmWatch:
-    """See the module. Call ``look`` often, and ``aclose`` at the end. ``inference``: None if none is watched."""
+    """See the module; made in a running event loop. Call ``poll`` often, and ``aclose`` at the end.
+
+    ``inference``: None if none is watched.
+    """
 
     def __init__(self, run: Run, version: int, api_url: str, inference: Inference | None):
         specs = self._specs = run.plan.specs
@@ -48,14 +51,13 @@ class AlarmWatch:
         self._readers = {name: LineReader(run.files.environment_report(name)) for name in specs}
         for name, spec in specs.items():
             history.environment(name).log = str(run.log(spec.service))
-        self._looking: asyncio.Task[None] | None = None
-        self._next_look = 0.0
         self._lines = read_lines(run.files.alarms)
         for line in left_open(self._lines):
             self._record({**line, "state": "cleared", "time": time.time(), "step": version})
         self._account()
+        self._asking = asyncio.create_task(self._keep_asking())
 
-    async def look(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+    async def poll(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         """Take in the new ``lines`` of ``metrics.jsonl`` and what else is new; print and record what changed.
 
         Raises:
@@ -69,9 +71,8 @@ class AlarmWatch:
             for line in reader.new_lines():
                 if line["time"] >= self._run.started or "registered" in line:  # counts of an earlier start say nothing
                     history.add_report(name, line)
-        if not stepped and time.monotonic() < self._next_look:
-            return
-        self._ask()
+        if self._asking.done():
+            self._asking.result()
         for name, spec in self._specs.items():
             if spec.service in self._run.abandoned:
                 history.environment(name).abandoned = f"it was abandoned after {spec.max_restarts} restarts"
@@ -85,16 +86,12 @@ class AlarmWatch:
             if change["state"] == "raised" and change["alarm"] in self._stop_on:
                 raise AlarmRaised(f"watchdog.stop_on: {described(change)}")
 
-    def _ask(self) -> None:
-        """Ask the services in a task, if one is due, and take in what the last one was told."""
-        if self._looking is not None and self._looking.done():
-            self._looking.result()
-            self._looking = None
-        if self._looking is None and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + _LOOK_SECONDS
-            self._looking = asyncio.create_task(self._services())
+    async def _keep_asking(self) -> None:
+        while True:
+            await self._ask_services()
+            await asyncio.sleep(_ASK_SECONDS)
 
-    async def _services(self) -> None:
+    async def _ask_services(self) -> None:
         history = self.watchdog.history
         with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
             async with self._run.api_client(self._api_url) as api:
@@ -119,9 +116,8 @@ class AlarmWatch:
 
     async def aclose(self) -> None:
         """End what is being asked."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        self._asking.cancel()
+        await asyncio.gather(self._asking, return_exceptions=True)
 
 
 def described(line: Mapping[str, Any]) -> str:

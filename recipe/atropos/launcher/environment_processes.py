@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from recipe.atropos.config.concurrency import groups_in_flight, request_limits
 from recipe.atropos.config.derived_timeouts import worker_timeout
 from recipe.atropos.config.env_specs import NO_STEP_LIMIT, EnvironmentSpec, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
-from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all
+from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
@@ -263,7 +264,7 @@ class _State:
 
 
 class Environments:
-    """Starts and monitors the environments; see the module. Call ``look_after`` before every ``Run.check``."""
+    """Starts and monitors the environments; see the module. Call ``poll`` before every ``Run.check``."""
 
     def __init__(self, run: Run, api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url
@@ -295,7 +296,7 @@ class Environments:
         state.started, state.registered = time.monotonic(), False
         return state.service
 
-    async def look_after(self) -> None:
+    async def poll(self) -> None:
         """Read the reports, and remove the registrations of dead processes from the API.
 
         Raises:
@@ -307,15 +308,14 @@ class Environments:
                     state.registrations.append((line["pid"], line["registered"]))
                     if line["pid"] == state.service.pid:
                         self._is_registered(state)
-            await self._take_back(state)
+            await self._deregister_dead(state)
             self._check_start(state)
 
     def _is_registered(self, state: _State) -> None:
         state.registered = True
         spec = state.spec
         if spec.service not in self._run.restart_policies:
-            self._run.set_restart_policy(
-                state.service,
+            self._run.restart_policies[spec.service] = RestartPolicy(
                 lambda: self._start(state),
                 spec.max_restarts,
                 kind="environment",
@@ -323,7 +323,7 @@ class Environments:
                 optional=True,
             )
 
-    async def _take_back(self, state: _State) -> None:
+    async def _deregister_dead(self, state: _State) -> None:
         for pid, number in tuple(state.registrations):
             if pid == state.service.pid and state.service.poll() is None:
                 continue
@@ -354,17 +354,10 @@ class Environments:
         Raises:
             ServiceFailed, DiskFull: the first failure, once the others are stopped too.
         """
-        failures: list[Exception] = []
-        for state in self._states:
-            if state.service in self._run.services:
-                for step in (self._run.stop, self._run.remove):
-                    try:
-                        step(state.service)
-                    except (ServiceFailed, OSError) as failure:
-                        failures.append(failure)
-            state.read()
-        if failures:
-            raise failures[0]
+        running = [state.service for state in self._states if state.service in self._run.services.values()]
+        attempt_all(
+            [*(partial(self._run.end, service) for service in running), *(state.read for state in self._states)]
+        )
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """Return, by name, the counts of all processes, ``restarts``, and whether the environment was ``abandoned``."""

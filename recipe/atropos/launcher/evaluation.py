@@ -30,13 +30,13 @@ from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run.evaluation_marker import NONE_YET, is_held, say_evaluated
+from recipe.atropos.run.evaluation_marker import NONE_YET, mark_evaluated, needs_evaluation
 from recipe.atropos.run.record import is_accuracy, read_evaluations, update_summary
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _NO_API = "http://127.0.0.1:1"
 
 
@@ -97,7 +97,7 @@ class Evaluations:
 
     def _say(self, version: int) -> None:
         self._settled = version
-        say_evaluated(self.marker, version)
+        mark_evaluated(self.marker, version)
 
     # ---------------------------------------------------------------- when
 
@@ -120,9 +120,9 @@ class Evaluations:
         self._say(version)
 
     def _between(self, version: int) -> bool:
-        return 0 < version < self._last and is_held(version, self._settings.every)
+        return 0 < version < self._last and needs_evaluation(version, self._settings.every)
 
-    async def look_after(self) -> None:
+    async def poll(self) -> None:
         """Start an evaluation that is due, concurrently with training, and collect one that is done."""
         if self._task is not None and self._task.done():
             self._task.result()
@@ -158,7 +158,7 @@ class Evaluations:
         while not self._task.done():
             await meanwhile()
             self._run.check()
-            await asyncio.wait([self._task], timeout=_LOOK_SECONDS)
+            await asyncio.wait([self._task], timeout=_POLL_SECONDS)
         task, self._task = self._task, None
         task.result()
 
@@ -225,7 +225,7 @@ class Evaluations:
             async with asyncio.timeout(self._settings.timeout):
                 before = await self._served_version()
                 while service.poll() is None:
-                    await asyncio.sleep(_LOOK_SECONDS)
+                    await asyncio.sleep(_POLL_SECONDS)
                 after = await self._served_version()
         except TimeoutError:
             why = " (no server with the trainer's weights is admitted: see gateway.log)" if before is None else ""
@@ -242,7 +242,7 @@ class Evaluations:
     async def _served_version(self) -> int:
         """Wait until a version is served, and return it."""
         while (version := await self._inference.version()) is None:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         return version
 
 

@@ -44,7 +44,7 @@ def check_key(config: DictConfig, shows_key: bool = True) -> None:
 
 
 class Joining:
-    """Counterpart of ``Environments`` for environments that join; see the module. Call ``look_after`` periodically."""
+    """Counterpart of ``Environments`` for environments that join; see the module. Call ``poll`` periodically."""
 
     def __init__(self, run: Run, api_url: str, gateway: str):
         self._run, self._api_url, self._gateway = run, api_url, gateway
@@ -70,7 +70,7 @@ class Joining:
         if key and not given:
             console.print("[bold]join[/]    the key is this start's alone; set ATROPOS_API_KEY to keep one")
 
-    async def look_after(self) -> None:
+    async def poll(self) -> None:
         """Announce environments that have joined, and print why no batch arrives."""
         now = time.monotonic()
         if now < self._next_look:

@@ -66,7 +66,7 @@ async def launch(run: Run) -> None:
             environments = Joining(run, api.url, inference.gateway)
         environments.start()  # beside the evaluation, which takes as long as their own start
         with progress(f"evaluating version {version}, and starting the environments"):
-            await evaluations.begin(version, environments.look_after)
+            await evaluations.begin(version, environments.poll)
         with contextlib.ExitStack() as first:
             if run.plan.specs:
                 what = "the first step: the environments sample, the trainer compiles and trains"
@@ -75,7 +75,7 @@ async def launch(run: Run) -> None:
                 await watch(run, version, environments, evaluations, alarm_watch, on_step=first.close)
         environments.stop()
         await evaluations.end()
-        tell_model(run)
+        report_model(run)
     except BaseException as error:
         failure = error
         # A service's log is on the same disk and may lack the error.
@@ -94,7 +94,7 @@ async def launch(run: Run) -> None:
     write_pictures(run.files)
 
 
-def tell_model(run: Run) -> None:
+def report_model(run: Run) -> None:
     """Print which model was exported, and add the last evaluation, which ran after the export, to its model card."""
     for folder in (run.files.model, run.files.adapter):
         exported = read_json(folder / EXPORTED, {})
@@ -126,7 +126,7 @@ async def _end(
         # No group is sent any more, and the trainer has recorded those that it trained on.
         update_summary(run.files.path, {"environments": environments.summary()}, remove=["groups"])
         try:
-            async with run.api_client(run.service("api").url) as api:
+            async with run.api_client(run.services["api"].url) as api:
                 received = (await api.diagnose())["received"]
         except TrajectoryApiError as error:
             console.print(f"[bold]api[/]     does not account for the groups: {escape(str(error))}", soft_wrap=True)
@@ -134,13 +134,13 @@ async def _end(
             summary = read_json(run.files.summary, {})
             update_summary(run.files.path, {"groups": account_of_groups(summary, received)})
 
-    with _undisturbed(), progress("stopping the services"):
+    with _ignore_interrupts(), progress("stopping the services"):
         if evaluations is not None:
             await attempt(evaluations.stop)
         if environments is not None:
             await attempt(environments.stop)
-            for trainer in [service for service in run.services if service.name == "trainer"]:
-                await attempt(partial(run.stop, trainer))
+            if trainer := run.services.get("trainer"):
+                await attempt(partial(run.end, trainer))
             await attempt(account)
         await attempt(run.stop)
     with contextlib.suppress(OSError, AtroposError):  # a run that has not failed fails as it is recorded as finished
@@ -149,7 +149,7 @@ async def _end(
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """Ignore interrupts while the block runs: another one would leave processes behind."""
     ending = _ending_signals()
     for number in ending:

@@ -14,18 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from rich.markup import escape
 
+from recipe.atropos.errors import attempt_all
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
-from recipe.atropos.utils.process import Service, ServiceFailed, start_service, start_time
+from recipe.atropos.utils.process import Service, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
 from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
@@ -75,10 +75,13 @@ class RestartPolicy:
 
 @dataclass
 class Run:
-    """A planned run's services. ``services`` are in start order and are stopped in reverse."""
+    """A planned run's services. ``services``, by name, are in start order and are stopped in reverse.
+
+    ``restart_policies``: of those that are restarted when they end, by name.
+    """
 
     plan: RunPlan
-    services: list[Service] = field(default_factory=list)
+    services: dict[str, Service] = field(default_factory=dict)
     api_key: str = field(default="", repr=False)
     restart_policies: dict[str, RestartPolicy] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
@@ -123,60 +126,43 @@ class Run:
 
     def add(self, service: Service) -> None:
         """Add a started service, replacing one of the same name."""
-        names = [s.name for s in self.services]
-        if service.name in names:
-            self.services[names.index(service.name)] = service
-        else:
-            self.services.append(service)
+        self.services[service.name] = service
         self._write_listing()
 
     def remove(self, service: Service) -> None:
-        self.services.remove(service)
+        del self.services[service.name]
         self._write_listing()
+
+    def end(self, service: Service) -> None:
+        """Stop a service and remove it. Raises ServiceFailed or DiskFull once both are done."""
+        try:
+            service.stop()
+        finally:
+            self.remove(service)
 
     def api_client(self, url: str) -> TrajectoryApiClient:
         """Return a client of the run's Trajectory API that makes a single attempt."""
         return TrajectoryApiClient(url, self.api_key, retry_timeout=0, timeout=_API_SECONDS)
 
-    def service(self, name: str) -> Service:
-        return next(service for service in self.services if service.name == name)
-
-    def set_restart_policy(
-        self, service: Service, start: Callable[[], Service], limit: int, kind: str, **options: Any
-    ) -> None:
-        """Restart ``service`` from now on when it ends, at most ``limit`` times; see ``RestartPolicy``."""
-        self.restart_policies[service.name] = RestartPolicy(start, limit, kind, **options)
-
     def log(self, name: str) -> Path:
         return self.files.log(name)
 
-    def stop(self, *services: Service) -> None:
-        """Stop the given services, or all of them and remove the run's temporary files; the last started goes first.
+    def stop(self) -> None:
+        """Stop all services, the last started first, and remove the run's temporary files.
 
         Raises:
             ServiceFailed, DiskFull: the first failure, once the rest is done.
         """
-        failures: list[Exception] = []
-        if not services:
-            with contextlib.suppress(OSError):  # including DiskFull: written again below
-                self._write_listing(ending=True)
-        for service in reversed(services or tuple(self.services)):
-            try:
-                service.stop()
-            except ServiceFailed as failure:  # the others are stopped all the same
-                failures.append(failure)
+        with contextlib.suppress(OSError):  # including DiskFull: written again below
+            self._write_listing(ending=True)
         try:
-            self._write_listing()
-        except OSError as failure:  # including DiskFull
-            failures.append(failure)
-        if not services:
+            attempt_all([*(service.stop for service in reversed(self.services.values())), self._write_listing])
+        finally:
             for reserved in self.reserved.values():
                 reserved.close()
             if self.scratch is not None:
                 self.scratch.remove()
                 self.scratch = None
-        if failures:
-            raise failures[0]
 
     def check(self) -> None:
         """Restart services that have ended, as far as their policies allow.
@@ -187,12 +173,12 @@ class Run:
         """
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
             raise FolderRemoved(self.files.path)
-        for service in tuple(self.services):
+        for service in tuple(self.services.values()):
             status = service.poll()
             if status is None or (service.name == "trainer" and status == 0):
                 continue
             if self._trained() and service.name != "api":  # which accounts for the groups at the end
-                self._do_without(service)
+                self._drop_after_training(service)
             else:
                 self._restart(service)
 
@@ -202,24 +188,14 @@ class Run:
             raise service.failure("ended while the run needs it")
         delay = policy.delay()
         if policy.count >= policy.limit:
-            what = f"ended once more after {policy.count} restarts ({policy.key})"
-            if not (policy.optional and self._others(service)):
-                raise service.failure(what)
-            self._dismiss(service)
-            self.abandoned.add(service.name)
-            last = f"last lines of {service.log_path}:\n{service.tail(3)}"
-            console.print(f"[bold red]{service.name}[/] {what}, abandoned; {escape(last)}", soft_wrap=True)
+            self._abandon(service, policy)
             return
         service.stop()
-        if not policy.may_start():
+        held = not policy.may_start()
+        if held or delay > 0:
             if not policy.waiting:
-                note = "it starts again when the trainer releases its memory"
-                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); {note}", soft_wrap=True)
-            policy.waiting = True
-            return
-        if delay > 0:
-            if not policy.waiting:
-                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); it starts again in {delay:.0f} s")
+                when = "when the trainer releases its memory" if held else f"in {delay:.0f} s"
+                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); it starts again {when}")
             policy.waiting = True
             return
         policy.waiting, policy.delayed_until = False, None
@@ -233,30 +209,38 @@ class Run:
             soft_wrap=True,
         )
 
-    def _do_without(self, service: Service) -> None:
-        """Drop a service after training: no trainer is left to push weights to a server or train on new groups."""
+    def _abandon(self, service: Service, policy: RestartPolicy) -> None:
+        """Continue without an optional service that has ended once more. Raises ServiceFailed if the run needs it."""
+        what = f"ended once more after {policy.count} restarts ({policy.key})"
+        if not (policy.optional and self._others(policy.kind, service)):
+            raise service.failure(what)
+        self.end(service)
+        self.abandoned.add(service.name)
+        last = f"last lines of {service.log_path}:\n{service.tail(3)}"
+        console.print(f"[bold red]{service.name}[/] {what}, abandoned; {escape(last)}", soft_wrap=True)
+
+    def _drop_after_training(self, service: Service) -> None:
+        """Drop a service: no trainer is left to push weights to a server or train on new groups."""
         policy = self.restart_policies.get(service.name)
-        needed = policy is None or not policy.optional
-        if needed and not any(other.poll() is None for other in self._others(service)):
+        spare = policy is not None and (
+            policy.optional or any(other.poll() is None for other in self._others(policy.kind, service))
+        )
+        if not spare:
             raise service.failure("ended while the run needs it")
-        self._dismiss(service)
+        self.end(service)
         console.print(f"[bold]{service.name}[/] ended ({service.poll()}); the others go on", soft_wrap=True)
 
-    def _others(self, service: Service) -> list[Service]:
-        """Return the other services of its kind, including those that have ended but may be restarted."""
-        own = self.restart_policies.get(service.name)
-        kind = {name for name, policy in self.restart_policies.items() if own is not None and policy.kind == own.kind}
-        return [other for other in self.services if other is not service and other.name in kind]
-
-    def _dismiss(self, service: Service) -> None:
-        self.remove(service)
-        service.stop()
+    def _others(self, kind: str, service: Service) -> list[Service]:
+        """Return the other services of a kind, including those that have ended but may be restarted."""
+        names = [name for name, policy in self.restart_policies.items() if policy.kind == kind]
+        return [self.services[name] for name in names if name in self.services and name != service.name]
 
     def _trained(self) -> bool:
-        return any(service.name == "trainer" and service.poll() == 0 for service in self.services)
+        trainer = self.services.get("trainer")
+        return trainer is not None and trainer.poll() == 0
 
     def _write_listing(self, ending: bool = False) -> None:
-        running = [(s.name, s.pid, s.url, str(s.log_path)) for s in self.services if s.poll() is None]
+        running = [(s.name, s.pid, s.url, str(s.log_path)) for s in self.services.values() if s.poll() is None]
         if running:
             running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.log(LAUNCHER))))
         listing = {

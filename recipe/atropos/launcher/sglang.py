@@ -16,7 +16,7 @@ from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient,
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.launcher.lora_arguments import lora_arguments
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -130,33 +130,31 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
         ServiceFailed: a service ended or is not up in time (servers: ``inference.start_timeout`` seconds).
         OtherUsersServer: another user listens at a server's port.
     """
-    services = {service.name: service for service in run.services}
 
     async def serves(url: str) -> bool:
         run.check()
         async with SGLangClient(url, run.api_key, own=True) as client:
             return await client.health()
 
-    await wait_until_healthy(services["gateway"], inference.status, _GATEWAY_START)
+    await wait_until_healthy(run.services["gateway"], inference.status, _GATEWAY_START)
     seconds = 0.0
     for name, launch in inference.servers.items():
         timeout = max(run.config.inference.start_timeout - seconds, 1.0)
-        seconds += await wait_until_healthy(services[name], lambda url=launch.url: serves(url), timeout)
-    _start_again_from_now_on(run, inference, services)
+        seconds += await wait_until_healthy(run.services[name], lambda url=launch.url: serves(url), timeout)
+    _enable_restarts(run, inference)
     return seconds
 
 
-def _start_again_from_now_on(run: Run, inference: Inference, services: dict[str, Service]) -> None:
+def _enable_restarts(run: Run, inference: Inference) -> None:
     """Set the restart policies; a colocated server's restart waits while the trainer holds the GPU memory."""
     limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
     for name, launch in inference.servers.items():
-        run.set_restart_policy(
-            services[name],
+        run.restart_policies[name] = RestartPolicy(
             lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name, env=run.variables),
             limit,
             kind="sglang",
             may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),
         )
-    run.set_restart_policy(
-        services["gateway"], lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
+    run.restart_policies["gateway"] = RestartPolicy(
+        lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
     )

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.errors import RECOVERABLE
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.launcher.supervision import WATCH_SECONDS
 from recipe.atropos.run.folder import RunDir
@@ -39,8 +39,7 @@ def start_api(run: Run) -> Service:
     command, url = api_command(run)
     run.reserved["api"] = reserve(config.host, urlsplit(url).port, "api.port")
     api = _start_api(run, command, url)
-    run.set_restart_policy(
-        api,
+    run.restart_policies["api"] = RestartPolicy(
         partial(_start_api, run, command, url),
         config.max_restarts,
         kind="api",
@@ -107,7 +106,7 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
         except TrajectoryApiError:
             return False
 
-    await wait_until_healthy(partial(run.service, "api"), answers, run.config.api.start_timeout)
+    await wait_until_healthy(lambda: run.services["api"], answers, run.config.api.start_timeout)
     run.restart_policies["api"].recovers = lambda status: True
     seconds = await inference_healthy(run, inference)
     many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
@@ -129,8 +128,7 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
     }
     run.complete = run.plan.complete(addresses)
     trainer = _start_trainer(run)
-    run.set_restart_policy(
-        trainer,
+    run.restart_policies["trainer"] = RestartPolicy(
         partial(_restart_trainer, run),
         run.config.trainer.atropos.max_restarts,
         kind="trainer",
@@ -145,12 +143,12 @@ async def first_version(run: Run, inference: Inference) -> int:
 
     async def pushed() -> bool:
         run.check()
-        nothing_to_train = run.service("trainer").poll() == 0
+        nothing_to_train = run.services["trainer"].poll() == 0
         return nothing_to_train or await inference.version() is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
-    trainer = partial(run.service, "trainer")
-    seconds = await wait_until_healthy(trainer, pushed, timeout, what="done with its first push of weights")
+    what = "done with its first push of weights"
+    seconds = await wait_until_healthy(lambda: run.services["trainer"], pushed, timeout, what=what)
     version = await served_version(run, inference)
     console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
     return version
@@ -166,7 +164,8 @@ async def served_version(run: Run, inference: Inference) -> int:
     while (version := await inference.version()) is None:
         run.check()
         if time.monotonic() > deadline:
-            gateway = next(service for service in run.services if service.name == "gateway")
-            raise gateway.failure(f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s")
+            raise run.services["gateway"].failure(
+                f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s"
+            )
         await asyncio.sleep(WATCH_SECONDS)
     return version

@@ -41,7 +41,7 @@ async def watch(
     seen, reader = version, LineReader(run.files.metrics)
     waiting = WaitingMark(run.files)
     while True:
-        trainer = run.service("trainer")
+        trainer = run.services["trainer"]
         ended = trainer.poll() == 0
         lines = reader.new_lines()
         for line in lines:
@@ -51,15 +51,15 @@ async def watch(
                 on_step()
                 if not view_is_live():
                     console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
-        await environments.look_after()
-        await alarm_watch.look(lines)
+        await environments.poll()
+        await alarm_watch.poll(lines)
         if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()
         run.check()
-        if run.service("trainer") is not trainer:  # it was started again
+        if run.services["trainer"] is not trainer:  # it was started again
             last_step = trained = time.monotonic()
             await evaluations.trainer_restarted()
-        await evaluations.look_after()
+        await evaluations.poll()
         now = time.monotonic()
         if not ended and (now - last_step > limit or now - trained > longest):
             waited = f"{now - trained:.0f} s; trainer.atropos.step_timeout={limit:g} s"

@@ -20,7 +20,7 @@ class NotEvaluated(AtroposError, RuntimeError):
     """The launcher did not report in time that the weights were evaluated."""
 
 
-def is_held(version: int, every: int | None) -> bool:
+def needs_evaluation(version: int, every: int | None) -> bool:
     """Return whether the trainer keeps ``version`` until it is evaluated: the first, and then each ``every`` updates.
 
     The last version is evaluated when the trainer has ended.
@@ -28,7 +28,7 @@ def is_held(version: int, every: int | None) -> bool:
     return version == 0 or bool(every and version % every == 0)
 
 
-def say_evaluated(path: str | Path, version: int) -> None:
+def mark_evaluated(path: str | Path, version: int) -> None:
     """Write ``version`` atomically: a reader sees the old or the new number, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -175,7 +175,7 @@ class RunDir:
                 if lives or time.monotonic() > deadline:
                     whose = "" if lives else "what was started by "
                     raise RunDirError(
-                        f"run.dir={self.path} is in use by {whose}{holder or 'a process that did not say its number'}: "
+                        f"run.dir={self.path} is in use by {whose}{holder or 'an unidentified process'}: "
                         "wait for its end, end it, or give another folder (--run-dir)"
                     ) from None
                 if holder is not None and not logged:

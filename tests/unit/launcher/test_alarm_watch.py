@@ -27,7 +27,7 @@ def watch(folder, *steps, options=(), version=0):
     async def look():
         async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, None)) as alarm_watch:
             for step in steps:
-                await alarm_watch.look([step])
+                await alarm_watch.poll([step])
 
     with console.capture() as captured:
         try:

@@ -14,7 +14,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.launcher.evaluation import Evaluation, Evaluations, heldout_summary
 from recipe.atropos.launcher.plots import reward_figure
-from recipe.atropos.run.evaluation_marker import NotEvaluated, is_held, say_evaluated, wait_until_evaluated
+from recipe.atropos.run.evaluation_marker import NotEvaluated, mark_evaluated, needs_evaluation, wait_until_evaluated
 from recipe.atropos.run.record import read_evaluations
 
 
@@ -71,15 +71,15 @@ def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
 
 def test_evaluation_of_the_first_weights_holds_the_trainer():
     """Environments sample while they are evaluated."""
-    assert [version for version in range(7) if is_held(version, None)] == [0]
-    assert [version for version in range(7) if is_held(version, 3)] == [0, 3, 6]
+    assert [version for version in range(7) if needs_evaluation(version, None)] == [0]
+    assert [version for version in range(7) if needs_evaluation(version, 3)] == [0, 3, 6]
 
 
 def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
     """The trainer looks after its servers meanwhile."""
     path, looks = tmp_path / "evaluation" / "evaluated", []
-    say_evaluated(path, -1)
-    threading.Timer(2.6, say_evaluated, (path, 4)).start()
+    mark_evaluated(path, -1)
+    threading.Timer(2.6, mark_evaluated, (path, 4)).start()
     started = time.monotonic()
     wait_until_evaluated(path, 4, 30, lambda: looks.append(1))
     assert 2 < time.monotonic() - started < 20 and looks
@@ -88,7 +88,7 @@ def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
 
 def test_a_word_that_does_not_come_is_an_error(tmp_path):
     path = tmp_path / "evaluated"
-    say_evaluated(path, 3)
+    mark_evaluated(path, 3)
     with pytest.raises(
         NotEvaluated, match="version 4 of the weights was not evaluated within 0.2 s.*evaluation.timeout"
     ):

@@ -19,6 +19,7 @@ from recipe.atropos.config.env_specs import environment_specs, fill_warnings
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
+from recipe.atropos.launcher.services import RestartPolicy
 from recipe.atropos.launcher.supervision import scores_of
 from recipe.atropos.utils.process import ServiceFailed
 
@@ -145,17 +146,19 @@ def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys):
     command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
     try:
         for name in ("environment-a", "environment-b"):
-            run.set_restart_policy(
-                run.start(name, command), None, 0, "environment", key="environments.x.max_restarts", optional=True
-            )
-        a, b = run.services
+            run.start(name, command)
+            policy = RestartPolicy(None, 0, "environment", key="environments.x.max_restarts", optional=True)
+            run.restart_policies[name] = policy
+        a, b = run.services.values()
         while "words" not in a.tail():
             time.sleep(0.05)
         end(a)
         run.check()
         said = capsys.readouterr().out
         assert "environment-a ended once more after 0 restarts (environments.x.max_restarts), abandoned" in said
-        assert "its last words" in said and run.services == [b] and run.abandoned == {"environment-a"}
+        assert (
+            "its last words" in said and list(run.services) == ["environment-b"] and run.abandoned == {"environment-a"}
+        )
         end(b)
         with pytest.raises(ServiceFailed, match="environment-b: ended once more after 0 restarts"):
             run.check()

@@ -20,7 +20,7 @@ from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
-from recipe.atropos.launcher.sglang import Inference, _start_again_from_now_on, plan_servers
+from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import DiskFull, FolderRemoved
 from recipe.atropos.utils.hosts import joins_cluster
@@ -41,10 +41,14 @@ def run(tmp_path):
     run.stop()
 
 
-def restartable(run, name, kind, limit=2):
-    service = run.start(name, SLEEP, url="http://somewhere")
-    run.set_restart_policy(service, lambda: run.start(name, SLEEP, url="http://somewhere"), limit, kind)
-    return service
+def restartable(run, name, command=SLEEP, limit=2, kind="sglang", **options):
+    """Start a service by ``command``, and whenever it ends by SLEEP."""
+
+    def start(command=SLEEP):
+        return run.start(name, command, url="http://somewhere")
+
+    run.restart_policies[name] = RestartPolicy(start, limit, kind, **options)
+    return start(command)
 
 
 def end(service):
@@ -84,23 +88,22 @@ def test_logs_are_bounded_beside_an_event_loop_that_is_busy(run):
 
 
 def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
-    restartable(run, "sglang", "sglang")
+    restartable(run, "sglang")
     run.check()
     for count in (1, 2):
-        dead = run.services[0]
+        dead = run.services["sglang"]
         end(dead)
         deadline = time.monotonic() + 20
         run.check()
-        assert (run.services[0] is dead) is (count == 2), "the second restart waits"
-        while run.services[0] is dead:
+        assert (run.services["sglang"] is dead) is (count == 2), "the second restart waits"
+        while (service := run.services["sglang"]) is dead:
             assert time.monotonic() < deadline
             run.check()
-        assert len(run.services) == 1 and run.services[0].pid != dead.pid
-        assert listed(run) == {"sglang": run.services[0].pid}
+        assert len(run.services) == 1 and listed(run) == {"sglang": service.pid} and service.pid != dead.pid
         *delayed, restarted = capsys.readouterr().out.splitlines()
         assert delayed == ["sglang ended (-9); it starts again in 1 s"] * (count - 1)
         assert f"sglang ended (-9), started again at http://somewhere: {count} of 2" in restarted
-    end(run.services[0])
+    end(run.services["sglang"])
     with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
         run.check()
 
@@ -124,7 +127,8 @@ def test_a_run_that_stops_its_services_is_listed_as_ending(run, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(service, "stop", stop)
-        run.stop(service)
+        run.end(service)
+        run.add(service)
         run.stop()
     assert seen == [False, True] and other.poll() is not None
 
@@ -214,18 +218,15 @@ def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
     """It is said to wait. A server on the trainer's GPUs, while the trainer has its memory."""
     offloaded = tmp_path / "offloaded"
     offloaded.touch()
-    service = run.start("sglang", SLEEP)
-    run.set_restart_policy(
-        service, lambda: run.start("sglang", SLEEP), 1, "sglang", may_start=lambda: not offloaded.exists()
-    )
+    service = restartable(run, "sglang", limit=1, may_start=lambda: not offloaded.exists())
     end(service)
     for _ in range(3):
         run.check()
-    assert run.services == [service] and not service.members()
+    assert run.services == {"sglang": service} and not service.members()
     assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer releases its memory\n"
     offloaded.unlink()
     run.check()
-    assert run.services[0].poll() is None and "1 of 1 restarts" in capsys.readouterr().out
+    assert run.services["sglang"].poll() is None and "1 of 1 restarts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("colocated", [True, False])
@@ -235,9 +236,7 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocate
     config = compose_config(*options, f"inference.colocated={colocated}")
     run = run_of(config, tmp_path)
     try:
-        services = {name: run.start(name, SLEEP) for name in ("sglang", "gateway")}
-        launch = SGLangLaunch("m", port=1)
-        _start_again_from_now_on(run, Inference({"sglang": launch}, "http://gateway", "key"), services)
+        _enable_restarts(run, Inference({"sglang": SGLangLaunch("m", port=1)}, "http://gateway", "key"))
         memory = build_manager(config, None, 10, None).memory
         assert run.restart_policies["sglang"].may_start()
         (memory.mark if colocated else RunDir(tmp_path).servers_offloaded).touch()
@@ -249,7 +248,7 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocate
 
 
 def test_any_other_service_that_ends_ends_the_run(run):
-    restartable(run, "sglang", "sglang")
+    restartable(run, "sglang")
     service = run.start("api", END)
     service.process.wait(10)
     with pytest.raises(ServiceFailed, match=r"api: ended while the run needs it(.|\n)*my last words"):
@@ -258,8 +257,8 @@ def test_any_other_service_that_ends_ends_the_run(run):
 
 def test_run_restarts_no_server_once_training_is_done(run, capsys):
     """The servers that are left must do. Nobody could give a new one the weights."""
-    first, second = restartable(run, "sglang-0", "sglang"), restartable(run, "sglang-1", "sglang")
-    restartable(run, "gateway", "gateway")
+    first, second = restartable(run, "sglang-0"), restartable(run, "sglang-1")
+    restartable(run, "gateway", kind="gateway")
     run.start("trainer", END).process.wait(10)
     run.check()
     end(first)
@@ -274,14 +273,12 @@ def test_run_restarts_no_server_once_training_is_done(run, capsys):
 @pytest.mark.parametrize(("ending", "restarted"), [("kill -9 $$", True), ("exit 75", True), ("exit 1", False)])
 def test_run_restarts_a_trainer_that_lost_a_process(run, ending, restarted):
     """Not one that ended with an error that it would end with again."""
-    trainer = run.start("trainer", ["bash", "-c", ending])
-    run.set_restart_policy(
-        trainer, lambda: run.start("trainer", SLEEP), 3, "trainer", recovers=lambda status: status in (-9, 75)
-    )
+    command, recovers = ["bash", "-c", ending], lambda status: status in (-9, 75)
+    trainer = restartable(run, "trainer", command, kind="trainer", recovers=recovers)
     trainer.process.wait(20)
     if restarted:
         run.check()
-        assert run.service("trainer").poll() is None
+        assert run.services["trainer"].poll() is None
     else:
         with pytest.raises(ServiceFailed, match="trainer: ended while the run needs it"):
             run.check()
@@ -289,13 +286,12 @@ def test_run_restarts_a_trainer_that_lost_a_process(run, ending, restarted):
 
 def test_run_restarts_the_api_also_once_training_is_done(run):
     """The evaluation of the last version is still to come, and the account of the groups."""
-    trainer, api = run.start("trainer", ["true"]), run.start("api", SLEEP)
-    run.set_restart_policy(api, lambda: run.start("api", SLEEP), 1, "api", key="api.max_restarts")
+    trainer, api = run.start("trainer", ["true"]), restartable(run, "api", limit=1, kind="api", key="api.max_restarts")
     trainer.process.wait(20)
     end(api)
     run.check()
-    assert run.service("api").poll() is None
-    end(run.service("api"))
+    assert run.services["api"].poll() is None
+    end(run.services["api"])
     with pytest.raises(ServiceFailed, match="api: ended once more after 1 restarts .api.max_restarts"):
         run.check()
 
@@ -303,8 +299,7 @@ def test_run_restarts_the_api_also_once_training_is_done(run):
 def test_run_ends_what_a_dead_service_left_before_a_restart(run):
     """Half a server keeps its memory, and maybe its port."""
     orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])"
-    service = run.start("sglang", [sys.executable, "-c", f"{orphan}; import time; time.sleep(100)"])
-    run.set_restart_policy(service, lambda: run.start("sglang", SLEEP), 1, "sglang")
+    service = restartable(run, "sglang", [sys.executable, "-c", f"{orphan}; import time; time.sleep(100)"])
     deadline = time.monotonic() + 20
     while len(service.members()) < 2:
         assert time.monotonic() < deadline
@@ -312,7 +307,7 @@ def test_run_ends_what_a_dead_service_left_before_a_restart(run):
     end(service)
     assert not service.members()
     run.check()
-    assert run.services[0].poll() is None
+    assert run.services["sglang"].poll() is None
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", [None, None]), ("cuda", [4, 6])])

@@ -15,7 +15,7 @@ from recipe.atropos.trajectory_api import service as service_module
 from recipe.atropos.trajectory_api.endpoints import RequestRefused
 
 
-async def is_held(service):
+async def needs_evaluation(service):
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(ingest.hold(service, lambda: False), 0.05)
         return False
@@ -29,11 +29,11 @@ def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
         for number in range(16):
             assert await begin(service, env) is not None, "the batch lacks groups"
             await post(service, number, env=env, ticket=number + 1)
-            assert await is_held(service) == (number == 15)
+            assert await needs_evaluation(service) == (number == 15)
         refused = await ingest.begin(service, env)
         assert refused["reason"] == "batch 1 is complete, and 192 tokens are queued, more than queue-tokens=100"
         assert await delivery.numbered_batch(service, 0, 0, None) == 1
-        assert await begin(service, env) is not None and not await is_held(service)
+        assert await begin(service, env) is not None and not await needs_evaluation(service)
 
     in_service(tmp_path, test, queue_tokens=100)
 
