@@ -21,7 +21,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -54,7 +53,7 @@ from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.live_view import shows_live
 from recipe.atropos.terminal.progress import console, live_view, progress, say
-from recipe.atropos.terminal.run_summary import show_summary
+from recipe.atropos.terminal.status import show_summary
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.sockets import check_port
 from recipe.atropos.verl_ext.attention import set_attention
@@ -98,16 +97,6 @@ def check_start(run: Run) -> None:
         check_launch(server)
     if inference.args:
         check_flags(server, inference.args)
-
-
-def make_folder(files: RunDir) -> None:
-    """Create the run's folder. Raises ConfigurationError if it cannot be created or written."""
-    try:
-        files.path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=files.path):
-            pass
-    except OSError as error:
-        raise ConfigurationError(f"run.dir={files.path}: {error.strerror}; give another --run-dir") from error
 
 
 def prepare_model(config: DictConfig, log_path: Path) -> None:
@@ -158,7 +147,6 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
             if arguments.dry_run:
                 show_dry_run(run, console, arguments.all)
                 return 0
-            make_folder(run.files)
             with run.files.lock(say) as run.lock:
                 prepare_run(plan)
                 if detach is not None:

@@ -21,7 +21,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang
-from recipe.atropos.launcher.lora_arguments import lora_arguments
+from recipe.atropos.launcher.sglang import lora_arguments
 from recipe.atropos.utils.process import free_port, start_service
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.lora_adapter import AdapterTransport

@@ -18,8 +18,8 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher import joining
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.evaluation import Evaluations
+from recipe.atropos.launcher.launch import watch
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.launcher.supervision import watch
 from recipe.atropos.run import record as run_record
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import ServiceFailed, free_port
@@ -88,7 +88,7 @@ def small_batches(*overrides):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    seconds = {"_FIRST_REPORT": 0.2, "_LONGEST_SILENCE": 0.2, "_FIRST_LOOK": 0.1, "_LONGEST_LOOK": 0.1}
+    seconds = {"_FIRST_REPORT": 0.2, "_LONGEST_SILENCE": 0.2, "_POLL_SECONDS": 0.1}
     for name, value in seconds.items():
         monkeypatch.setattr(joining, name, value)
 

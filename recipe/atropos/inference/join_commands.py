@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig
@@ -21,18 +22,28 @@ _WHICH_KEY = (
 
 def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the ``env`` and ``openai`` settings that an environment needs to join, except for the key."""
+    env, openai = policy_settings(config, api_url, gateway)
+    return {**env, "group_size": config.environment.group_size, "max_num_workers": groups_in_flight(config)}, openai
+
+
+def policy_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the ``env`` and ``openai`` settings of every environment that samples from the run's policy."""
     model = config.actor_rollout_ref.model.path
     env = {
         "rollout_server_url": api_url,
         "tokenizer_name": model,
-        "group_size": config.environment.group_size,
         "max_token_length": config.data.max_prompt_length + config.data.max_response_length,
-        "max_num_workers": groups_in_flight(config),
         "total_steps": NO_STEP_LIMIT,
         "use_wandb": False,
     }
     openai = {"base_url": f"{gateway}/v1", "model_name": model, "server_type": "sglang", "health_check": False}
     return env, openai | request_limits(config)
+
+
+def adapter_flags(env: Mapping[str, Any], openai: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of an environment as flags of the adapter."""
+    flags = {f"env.{name}": value for name, value in env.items()}
+    return flags | {f"openai.{name}": value for name, value in openai.items()}
 
 
 def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
@@ -47,17 +58,8 @@ def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, A
     temperature = config.actor_rollout_ref.rollout.temperature
     variables = [f"{API_KEY_VARIABLE}={key}"]
     variables += [] if temperature == 1 else [f"{TEMPERATURE_VARIABLE}={temperature:g}"]
-    flags = {f"env.{name}": value for name, value in env.items()}
-    flags |= {f"openai.{name}": value for name, value in openai.items()}
-    command = [
-        "python",
-        "-m",
-        "recipe.atropos.utils.env_adapter",
-        "serve",
-        "--env",
-        _EXAMPLE,
-        *options(flags),
-    ]
+    program = ["python", "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", _EXAMPLE]
+    command = [*program, *options(adapter_flags(env, openai))]
     return " ".join([*variables, shlex.join(command)])
 
 

@@ -29,11 +29,12 @@ from omegaconf import OmegaConf
 
 import recipe
 from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.config.concurrency import groups_in_flight, request_limits
+from recipe.atropos.config.concurrency import groups_in_flight
 from recipe.atropos.config.derived_timeouts import worker_timeout
-from recipe.atropos.config.env_specs import NO_STEP_LIMIT, EnvironmentSpec, options
+from recipe.atropos.config.env_specs import EnvironmentSpec, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all
+from recipe.atropos.inference.join_commands import adapter_flags, policy_settings
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
@@ -153,24 +154,13 @@ def environment_command(
     ``args.KEY`` becomes ``--env.KEY``, and ``args.openai.KEY`` becomes ``--openai.KEY``; null omits a flag.
     Flags that hold secrets are left out: see ``environment_secrets``.
     """
-    config, model = run.config, run.config.actor_rollout_ref.model.path
-    known = {
+    known = adapter_flags(*policy_settings(run.config, api_url, server_url)) | {
         "env.wandb_name": spec.name,  # also the name that it registers with
-        "env.rollout_server_url": api_url,
-        "env.tokenizer_name": model,
         "env.group_size": spec.group_size,
         "env.inference_weight": spec.weight,
         "env.min_batch_allocation": spec.min_batch_allocation,
-        "env.max_token_length": config.data.max_prompt_length + config.data.max_response_length,
-        "env.total_steps": NO_STEP_LIMIT,
-        "env.worker_timeout": worker_timeout(config),
-        "env.use_wandb": False,
-        "openai.base_url": f"{server_url}/v1",
-        "openai.model_name": model,
-        "openai.server_type": "sglang",
-        "openai.health_check": False,
+        "env.worker_timeout": worker_timeout(run.config),
     }
-    known |= {f"openai.{name}": value for name, value in request_limits(config).items()}
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
     if subcommand == "serve":
@@ -238,29 +228,30 @@ class _State:
     reader: LineReader
     service: Service | None = None
     started: float = 0.0
-    registered: bool = False  # the current process
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
     counts: Counter[str] = field(default_factory=Counter)  # of earlier processes
     present: Counter[str] = field(default_factory=Counter)
-    in_flight: int = 0  # items that earlier processes left unfinished
-    present_in_flight: int = 0
 
     @property
     def totals(self) -> Counter[str]:
         """Counts of all processes. ``items``: all begun; ``in_flight``: those unfinished, or lost with a process."""
-        in_flight = self.in_flight + self.present_in_flight
-        return self.counts + self.present + Counter({"items": in_flight, "in_flight": in_flight})
+        return self.counts + self.present
 
-    def read(self) -> list[dict[str, Any]]:
-        """Process the report's new lines, and return them."""
-        lines = self.reader.new_lines()
-        for line in lines:
+    @property
+    def is_registered(self) -> bool:
+        """Whether the current process is."""
+        return self.service.pid in dict(self.registrations)
+
+    def read(self) -> None:
+        """Process the report's new lines."""
+        for line in self.reader.new_lines():
             if "started" in line:  # a new process counts from 0
-                self.counts, self.present = self.counts + self.present, Counter()
-                self.in_flight, self.present_in_flight = self.in_flight + self.present_in_flight, 0
+                self.counts, self.present = self.totals, Counter()
             if "counts" in line:
-                self.present, self.present_in_flight = Counter(line["counts"]), line["in_flight"]
-        return lines
+                in_flight = line["in_flight"]
+                self.present = Counter(line["counts"]) + Counter({"items": in_flight, "in_flight": in_flight})
+            if "registered" in line:
+                self.registrations.append((line["pid"], line["registered"]))
 
 
 class Environments:
@@ -268,14 +259,10 @@ class Environments:
 
     def __init__(self, run: Run, api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url
-        self._states = [_State(spec, LineReader(self._report(spec))) for spec in run.plan.specs.values()]
+        reports = [(spec, run.files.environment_report(name)) for name, spec in run.plan.specs.items()]
+        self._states = [_State(spec, LineReader(report)) for spec, report in reports]
         for state in self._states:
-            for line in state.read():  # of an interrupted run, whose registrations the API keeps
-                if "registered" in line:
-                    state.registrations.append((line["pid"], line["registered"]))
-
-    def _report(self, spec: EnvironmentSpec) -> Path:
-        return self._run.files.environment_report(spec.name)
+            state.read()  # also what an interrupted run left, whose registrations the API keeps
 
     def start(self) -> None:
         for state in self._states:
@@ -283,7 +270,7 @@ class Environments:
 
     def _start(self, state: _State) -> Service:
         spec, config = state.spec, self._run.config
-        report = self._report(spec)
+        report = self._run.files.environment_report(spec.name)
         report.parent.mkdir(parents=True, exist_ok=True)
         append_line(report, {"time": time.time(), "env": spec.name, "started": True})
         write_bridge(self._run, spec)
@@ -293,7 +280,7 @@ class Environments:
             **environment_secrets(self._run, spec),
         }
         state.service = self._run.start(spec.service, command, **variables)
-        state.started, state.registered = time.monotonic(), False
+        state.started = time.monotonic()
         return state.service
 
     async def poll(self) -> None:
@@ -303,25 +290,17 @@ class Environments:
             ServiceFailed: an environment has not registered within ``start_timeout`` at its first start.
         """
         for state in self._states:
-            for line in state.read():
-                if "registered" in line:
-                    state.registrations.append((line["pid"], line["registered"]))
-                    if line["pid"] == state.service.pid:
-                        self._is_registered(state)
+            state.read()
+            if state.is_registered and state.spec.service not in self._run.restart_policies:
+                self._enable_restarts(state)
             await self._deregister_dead(state)
             self._check_start(state)
 
-    def _is_registered(self, state: _State) -> None:
-        state.registered = True
-        spec = state.spec
-        if spec.service not in self._run.restart_policies:
-            self._run.restart_policies[spec.service] = RestartPolicy(
-                lambda: self._start(state),
-                spec.max_restarts,
-                kind="environment",
-                key=f"{spec.key}.max_restarts",
-                optional=True,
-            )
+    def _enable_restarts(self, state: _State) -> None:
+        limit, key = state.spec.max_restarts, f"{state.spec.key}.max_restarts"
+        self._run.restart_policies[state.spec.service] = RestartPolicy(
+            partial(self._start, state), limit, kind="environment", key=key, optional=True
+        )
 
     async def _deregister_dead(self, state: _State) -> None:
         for pid, number in tuple(state.registrations):
@@ -340,7 +319,7 @@ class Environments:
 
     def _check_start(self, state: _State) -> None:
         service, limit = state.service, state.spec.start_timeout
-        if state.registered or service.poll() is not None or time.monotonic() - state.started < limit:
+        if state.is_registered or service.poll() is not None or time.monotonic() - state.started < limit:
             return
         if state.spec.service not in self._run.restart_policies:
             raise service.failure(

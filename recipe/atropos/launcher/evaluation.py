@@ -20,7 +20,6 @@ import math
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,38 +42,25 @@ _NO_API = "http://127.0.0.1:1"
 async def _nothing() -> None: ...
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of one environment's evaluation of one version; ``metrics`` is empty if its ``evaluate`` reports none."""
+def main_metric(metrics: Mapping[str, float]) -> str | None:
+    """Return the name of the metric to display: an accuracy if there is one, else the first."""
+    return next(iter([*filter(is_accuracy, metrics), *metrics]), None)
 
-    version: int
-    env: str
-    metrics: Mapping[str, float]
-    seconds: float
-    greedy: bool = False
 
-    @property
-    def main(self) -> str | None:
-        """Name of the metric to display: an accuracy if there is one, else the first."""
-        accuracies = [name for name in self.metrics if is_accuracy(name)]
-        return next(iter([*accuracies, *self.metrics]), None)
+def item_count(metrics: Mapping[str, float]) -> int | None:
+    """Return on how many items an environment measured its metrics, if it says so."""
+    found = next((value for name, value in metrics.items() if name.endswith("total")), None)
+    return None if found is None else int(found)
 
-    @property
-    def total(self) -> int | None:
-        found = next((value for name, value in self.metrics.items() if name.endswith("total")), None)
-        return None if found is None else int(found)
 
-    def line(self) -> dict[str, Any]:
-        values = {"step": self.version, "version": self.version, "env": self.env, "metrics": dict(self.metrics)}
-        return {**values, "main": self.main, "seconds": self.seconds, "time": time.time()}
-
-    def text(self) -> str:
-        if self.main is None:
-            return "evaluate reports nothing: not evaluated any more"
-        value = self.metrics[self.main]
-        what = f"held-out accuracy {value:.1%}" if is_accuracy(self.main) else f"{self.main} {value:.4g}"
-        details = [*([f"{self.total} problems"] if self.total else []), *(["greedy"] if self.greedy else [])]
-        return f"{what} ({', '.join(details)})" if details else what
+def evaluation_text(metrics: Mapping[str, float], greedy: bool) -> str:
+    """Return what an evaluation found, as text."""
+    main, items = main_metric(metrics), item_count(metrics)
+    if main is None:
+        return "evaluate reports nothing: not evaluated any more"
+    what = f"held-out accuracy {metrics[main]:.1%}" if is_accuracy(main) else f"{main} {metrics[main]:.4g}"
+    details = [*([f"{items} problems"] if items else []), *(["greedy"] if greedy else [])]
+    return f"{what} ({', '.join(details)})" if details else what
 
 
 class Evaluations:
@@ -87,17 +73,12 @@ class Evaluations:
         self._settings, self._last = run.config.evaluation, run.config.trainer.total_training_steps
         self._path = run.files.evaluations
         self._task: asyncio.Task[None] | None = None
-        self._settled = NONE_YET
-        self._say(NONE_YET)
+        self._mark(NONE_YET)
 
-    @property
-    def marker(self) -> Path:
-        """File from which the trainer reads the latest evaluated version."""
-        return self._run.files.evaluated
-
-    def _say(self, version: int) -> None:
+    def _mark(self, version: int) -> None:
+        """Tell the trainer that ``version`` is the latest that was evaluated."""
         self._settled = version
-        mark_evaluated(self.marker, version)
+        mark_evaluated(self._run.files.evaluated, version)
 
     # ---------------------------------------------------------------- when
 
@@ -117,7 +98,7 @@ class Evaluations:
                 self._specs.pop(line["env"], None)
         if version == 0 or self._between(version):
             await self._alone(version, meanwhile)
-        self._say(version)
+        self._mark(version)
 
     def _between(self, version: int) -> bool:
         return 0 < version < self._last and needs_evaluation(version, self._settings.every)
@@ -142,7 +123,7 @@ class Evaluations:
             await self._all(version)
         except ServiceFailed as failure:
             console.print(f"[bold red]eval[/]    version {version}: {escape(str(failure))}", soft_wrap=True)
-        self._say(version)
+        self._mark(version)
 
     async def end(self) -> None:
         """Evaluate the last version. Call it when the trainer is done and no environment runs.
@@ -201,21 +182,23 @@ class Evaluations:
         folder = self._run.files.evaluation_of(version, spec.name)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
         folder.mkdir(parents=True)
-        found = await self._evaluate(spec, version, folder)
-        append_line(self._path, found.line())
+        started = time.monotonic()
+        await self._evaluate(spec, version, folder)
+        metrics, greedy = _read(folder / "metrics.json")
+        line = {"step": version, "version": version, "env": spec.name, "metrics": metrics, "main": main_metric(metrics)}
+        append_line(self._path, {**line, "seconds": time.monotonic() - started, "time": time.time()})
         whose = f"{spec.name} " if self._several else ""
-        console.print(f"[bold]eval[/]    {whose}{found.text()}, version {version}", soft_wrap=True)
-        if not found.metrics:
+        console.print(f"[bold]eval[/]    {whose}{evaluation_text(metrics, greedy)}, version {version}", soft_wrap=True)
+        if not metrics:
             del self._specs[spec.name]
         update_summary(self._run.files.path, heldout_summary(self._run.files.path, self._several))
 
-    async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> Evaluation:
-        """Run the environment's own ``evaluate`` in a separate process.
+    async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> None:
+        """Run the environment's own ``evaluate`` in a separate process, which writes to ``folder``.
 
         Raises:
             ServiceFailed: it failed, exceeded ``evaluation.timeout``, or the served weights were not ``version``.
         """
-        started = time.monotonic()
         flags = {"env.data_dir_to_save_evals": str(folder)}
         command = environment_command(self._run, spec, "evaluate", _NO_API, self._inference.gateway, **flags)
         service = self._run.start(f"evaluate-{spec.name}", command, **environment_secrets(self._run, spec))
@@ -236,8 +219,6 @@ class Evaluations:
             raise service.failure("no evaluation")
         if not before == after == version:
             raise service.failure(f"of version {version}, but the servers held {before} before it and {after} after it")
-        metrics, greedy = _read(folder / "metrics.json")
-        return Evaluation(version, spec.name, metrics, time.monotonic() - started, greedy)
 
     async def _served_version(self) -> int:
         """Wait until a version is served, and return it."""
@@ -265,10 +246,10 @@ def heldout_summary(directory: str | Path, several: bool) -> dict[str, Any]:
     for line in read_evaluations(directory):
         if not line.get("metrics"):
             continue
-        evaluation = Evaluation(line["version"], line["env"], line["metrics"], line["seconds"])
-        own = found["heldout"].setdefault(line["env"], {"metric": evaluation.main, "items": evaluation.total})
+        main, items = main_metric(line["metrics"]), item_count(line["metrics"])
+        own = found["heldout"].setdefault(line["env"], {"metric": main, "items": items})
         when = "after" if "before" in own else "before"
         own |= {when: line["metrics"].get(own["metric"]), f"version_{when}": line["version"]}
-        if not several and evaluation.main and is_accuracy(evaluation.main):
-            found |= {f"heldout_accuracy_{when}": own[when], "heldout_problems": evaluation.total}
+        if not several and main and is_accuracy(main):
+            found |= {f"heldout_accuracy_{when}": own[when], "heldout_problems": items}
     return found

@@ -26,7 +26,7 @@ from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
-_FIRST_LOOK, _LONGEST_LOOK = 2.0, 30.0  # s between polls; one that finds nobody new logs a traceback in the API
+_POLL_SECONDS = 2.0
 _FIRST_REPORT, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
 
 
@@ -51,7 +51,7 @@ class Joining:
         self._waiting = WaitingMark(run.files)
         # Registrations, in earlier starts too: the API keeps them with its store.
         self.number: int = read_json(run.files.summary, {}).get("environments_joined", 0)
-        self._look, self._next_look = _FIRST_LOOK, 0.0
+        self._next_poll = 0.0
         self._step: int | None = None  # the API's: the number of batches it has formed
         self._since = self._reported = time.monotonic()
         self._silence = _FIRST_REPORT
@@ -73,7 +73,7 @@ class Joining:
     async def poll(self) -> None:
         """Announce environments that have joined, and print why no batch arrives."""
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_poll:
             return
         try:
             async with self._run.api_client(self._api_url) as api:
@@ -83,8 +83,8 @@ class Joining:
         for number in sorted(line["number"] for line in state["environments"] if "number" in line):
             if number >= self.number:
                 console.print(f"[bold]join[/]    an environment has joined, as number {number}")
-                self.number, self._look = number + 1, _FIRST_LOOK
-        self._next_look, self._look = now + self._look, min(1.5 * self._look, _LONGEST_LOOK)
+                self.number = number + 1
+        self._next_poll = now + _POLL_SECONDS
         if state["batches"]["last"] != self._step or not self._waiting.is_fresh():
             self._step, self._since, self._reported, self._silence = state["batches"]["last"], now, now, _FIRST_REPORT
         elif now - self._reported >= self._silence:

@@ -18,15 +18,17 @@ from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
-from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
-from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.services import WATCH_SECONDS, Run
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
-from recipe.atropos.launcher.supervision import watch
-from recipe.atropos.run.record import account_of_groups, add_start, update_summary
-from recipe.atropos.terminal.progress import console, progress
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start, update_summary
+from recipe.atropos.sources.numbered import DataSourceConfig
+from recipe.atropos.terminal.dashboard import shown_path
+from recipe.atropos.terminal.progress import console, progress, view_is_live
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
-from recipe.atropos.utils.files import DiskFull, disk_is_full, read_json
+from recipe.atropos.utils.files import DiskFull, LineReader, disk_is_full, read_json
+from recipe.atropos.watchdog import alarms
 
 
 async def launch(run: Run) -> None:
@@ -53,11 +55,11 @@ async def launch(run: Run) -> None:
         )
         # The trainer waits for the servers as it starts. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
-        trainer = start_trainer(run, api, inference, evaluations.marker) if beside else None
+        trainer = start_trainer(run, api, inference, run.files.evaluated) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
         with progress(what, run.log(next(iter(inference.servers)))):
             await servers_healthy(run, api, inference)
-        trainer = trainer or start_trainer(run, api, inference, evaluations.marker)
+        trainer = trainer or start_trainer(run, api, inference, run.files.evaluated)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
         if run.plan.specs:
@@ -94,6 +96,78 @@ async def launch(run: Run) -> None:
     write_pictures(run.files)
 
 
+async def watch(
+    run: Run,
+    version: int,
+    environments: Environments | Joining,
+    evaluations: Evaluations,
+    alarm_watch: AlarmWatch,
+    on_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Supervise the run until the trainer exits successfully; call ``on_step`` for every trained step, and print a line
+    if no live view shows it.
+
+    Raises:
+        ServiceFailed: a service that the run needs ended for good, the trainer ended before the last step, or it hangs:
+            apart from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
+        AlarmRaised: an alarm of ``watchdog.stop_on``.
+    """
+    total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
+    _, wait = DataSourceConfig.from_config(run.config).longest_wait
+    longest = limit + wait + run.config.evaluation.timeout
+    last_step = trained = time.monotonic()
+    seen, reader = version, LineReader(run.files.metrics)
+    waiting = WaitingMark(run.files)
+    while True:
+        trainer = run.services["trainer"]
+        ended = trainer.poll() == 0
+        lines = reader.new_lines()
+        for line in lines:
+            last_step = trained = time.monotonic()
+            if line["step"] > seen:
+                seen = line["step"]
+                on_step()
+                if not view_is_live():
+                    console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
+        await environments.poll()
+        await alarm_watch.poll(lines)
+        if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
+            last_step = time.monotonic()
+        run.check()
+        if run.services["trainer"] is not trainer:  # it was started again
+            last_step = trained = time.monotonic()
+            await evaluations.trainer_restarted()
+        await evaluations.poll()
+        now = time.monotonic()
+        if not ended and (now - last_step > limit or now - trained > longest):
+            waited = f"{now - trained:.0f} s; trainer.atropos.step_timeout={limit:g} s"
+            raise trainer.failure(f"no step after step {seen} for {waited}")
+        if ended:
+            if seen < total:
+                raise trainer.failure(f"ended after step {seen} of {total}")
+            return
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+def _step(line: dict[str, float]) -> str:
+    return (
+        f"score {scores_of(line)}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
+        f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}"
+    )
+
+
+def scores_of(line: dict[str, float]) -> str:
+    """Return a step's mean score and, if it has several environments, the mean score of each."""
+    named = [(key.split("/"), score) for key, score in line.items() if key.endswith("/mean_score")]
+    each = [f"{parts[1]} {score:+.3f}" for parts, score in named if len(parts) == 3]
+    return f"{line['atropos/mean_score']:+.3f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
+
+
+def _alarms(line: dict[str, float]) -> str:
+    names = ", ".join(alarms.of_line(line))
+    return f"  [bold yellow]{names}[/]" if names else ""
+
+
 def report_model(run: Run) -> None:
     """Print which model was exported, and add the last evaluation, which ran after the export, to its model card."""
     for folder in (run.files.model, run.files.adapter):
@@ -105,6 +179,37 @@ def report_model(run: Run) -> None:
             return
     why = f"see {run.log('trainer')}" if run.config.trainer.save_freq > 0 else "trainer.save_freq saves no checkpoint"
     console.print(f"[bold]model[/]   none is exported: {escape(why)}", soft_wrap=True)
+
+
+def write_pictures(files: RunDir) -> None:
+    """Write both for a run that has trained every step.
+
+    Raises:
+        DiskFull: there is no space for ``reward.png``.
+    """
+    from recipe.atropos.launcher.plots import plot_reward  # imported here: matplotlib takes a second
+
+    plot_reward(files.path)
+    _write_page(files)
+
+
+def write_page_of_failure(files: RunDir) -> None:
+    """Write the page of a run that ends with an error, and print where it is; nothing if it was never watched."""
+    if (files.metrics.exists() or files.alarms.exists()) and _write_page(files):
+        console.print(f"[bold]report[/]  {escape(shown_path(files.report))}: the run up to its error", soft_wrap=True)
+
+
+def _write_page(files: RunDir) -> bool:
+    """Write the page without tokens, for which torch and verl would have to be imported; tell if it cannot be."""
+    from recipe.atropos.report.page import write_report
+
+    try:
+        write_report(files.path, tokens=False, ended=True)
+    except Exception as error:  # whatever it is: the run ends as it would without
+        text = f"{error}; python -m recipe.atropos report {files.path} writes it"
+        console.print(f"[bold yellow]report[/]  {escape(text)}", soft_wrap=True)
+        return False
+    return True
 
 
 async def _end(

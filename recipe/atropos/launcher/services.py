@@ -30,6 +30,7 @@ from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
 from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
 
+WATCH_SECONDS = 0.5  # between two looks at the services and the run's files
 _API_SECONDS = 10.0  # for one request to the Trajectory API
 _SOON_SECONDS, _LONGEST_DELAY = 60.0, 30.0  # a service that ends so soon is restarted later each time
 _STABLE_SECONDS = 1800.0  # after which a restart is forgotten

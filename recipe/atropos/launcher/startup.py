@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.errors import RECOVERABLE
-from recipe.atropos.launcher.services import RestartPolicy, Run
+from recipe.atropos.launcher.services import WATCH_SECONDS, RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
-from recipe.atropos.launcher.supervision import WATCH_SECONDS
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiError

@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ class RunDir:
         try:
             with disk_errors(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=self.path).close()  # the lock's file may be there already
                 descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
         except DiskFull:
             raise

@@ -305,24 +305,18 @@ def _server(pool: dict[str, Any] | None, url: str | None) -> dict[str, Any] | No
 
 
 def _health_of_server(server: dict[str, Any]) -> tuple[str, str]:
-    if server["state"] == "admitted":
-        return "ok", f"{server['inflight']} requests"
-    if server["state"] == "waiting":
-        return "waits", "waits for weights"
-    return "down", "removed from rotation"
+    known = {"admitted": ("ok", f"{server['inflight']} requests"), "waiting": ("waits", "waits for weights")}
+    return known.get(server["state"], ("down", "removed from rotation"))
 
 
 def _api_key(pids: Iterable[int]) -> str | None:
     """Return the environments' key, which suffices here: the trainer's is in no file, but the user who started the run
     may read its services' environment."""
+    found = [os.environ.get(API_KEY_VARIABLE)]
     for pid in pids:
-        try:
-            if key := psutil.Process(pid).environ().get(API_KEY_VARIABLE):
-                return environments_key(key)
-        except (psutil.Error, OSError):
-            continue
-    key = os.environ.get(API_KEY_VARIABLE)
-    return environments_key(key) if key else None
+        with contextlib.suppress(psutil.Error, OSError):
+            found.insert(0, psutil.Process(pid).environ().get(API_KEY_VARIABLE))
+    return next(map(environments_key, filter(None, found)), None)
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -344,17 +338,12 @@ def _fetch(base: str | None, path: str, key: str | None) -> dict[str, Any] | Non
 def measure_memory(pid: int, on_gpu: bool) -> Memory:
     """Measure the memory of a process with all its descendants, of this machine and, if ``on_gpu``, of its GPUs."""
     run = 0
-    try:
+    with contextlib.suppress(psutil.Error):
         parent = psutil.Process(pid)
-        processes = [parent, *parent.children(recursive=True)]
-    except psutil.Error:
-        processes = []
-    for process in processes:
-        try:
-            info = process.memory_info()
-        except psutil.Error:
-            continue  # ended meanwhile
-        run += max(0, info.rss - info.shared)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                info = process.memory_info()
+                run += max(0, info.rss - info.shared)
     gpus = nvidia_smi("gpu", "memory.used,memory.total") if on_gpu else []
     sizes = [(int(used) << 20, int(total) << 20) for used, total in gpus if used.isdigit() and total.isdigit()]
     machine = psutil.virtual_memory()

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console, ConsoleRenderable, RenderHook
+from rich.console import Console, ConsoleRenderable
 from rich.control import Control
 from rich.live import Live
 from rich.segment import ControlType, Segments
@@ -65,48 +65,37 @@ def _keys_unseen() -> Iterator[None]:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
-class _ForegroundLive(Live):
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        if _in_foreground():
-            return super().process_renderables(renderables)
-        self._live_render._shape = None  # the shell writes now where the view was
-        return [each for each in renderables if not isinstance(each, Control)]
-
-
-class LiveView(RenderHook):
+class LiveView(Live):
     """Context manager that shows the run in ``directory`` on ``console``; see the module.
 
     ``status`` is the newest state; ``hint`` a few words below it.
     """
 
     def __init__(self, console: Console, directory: Path, hint: str = ""):
+        super().__init__(
+            console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
+        )
         self.status: RunStatus | None = None
-        self._console, self._reader, self._hint = console, RunReader(directory), hint
+        self._reader, self._hint = RunReader(directory), hint
         self._activities: list[Activity] = []
         self._problem = ""
         self._printed: deque[ConsoleRenderable] = deque(maxlen=_KEPT_LINES)
         self._size = console.size
         self._done, self._keys = threading.Event(), _keys_unseen()
-        self._thread = threading.Thread(target=self._keep_reading, name="live-view", daemon=True)
-        self._live = _ForegroundLive(
-            console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
-        )
 
     def __enter__(self) -> "LiveView":
         self._read()
         self._keys.__enter__()
-        self._console.push_render_hook(self)
-        self._live.__enter__()
-        self._thread.start()
+        super().__enter__()
+        threading.Thread(target=self._keep_reading, name="live-view", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._done.set()
         try:
-            self._live.__exit__(kind, error, at)
+            super().__exit__(kind, error, at)
         finally:
-            self._console.pop_render_hook()
-            self._console.show_cursor()
+            self.console.show_cursor()
             self._keys.__exit__(None, None, None)
 
     @contextlib.contextmanager
@@ -125,14 +114,17 @@ class LiveView(RenderHook):
         The view is redrawn over itself, by its number of lines, which a terminal changes that wraps them anew.
         """
         printed = [each for each in renderables if not isinstance(each, Control)]
-        size = self._console.size
+        before, size = list(self._printed), self.console.size
+        self._printed.extend(printed)
+        if not _in_foreground():
+            self._live_render._shape = None  # the shell writes now where the view was
+            return printed
         if size != self._size:
             self._size = size
-            self._live._live_render._shape = None  # nothing of the view is left to draw over
-            before = list(self._printed)[-max(1, size.height - 20) :]
-            renderables = [Control(ControlType.CLEAR, ControlType.HOME), *before, *renderables]
-        self._printed.extend(printed)
-        return renderables
+            self._live_render._shape = None  # nothing of the view is left to draw over
+            shown_again = before[-max(1, size.height - 20) :]
+            renderables = [Control(ControlType.CLEAR, ControlType.HOME), *shown_again, *renderables]
+        return super().process_renderables(renderables)
 
     def _keep_reading(self) -> None:
         while not self._done.wait(_READ_SECONDS):
@@ -149,6 +141,6 @@ class LiveView(RenderHook):
             return Text(self._problem)
         view = Dashboard(self.status, self._activities, self._problem or self._hint)
         try:  # drawn here, since an error would leave the launcher's own console.print
-            return Segments(list(self._console.render(view)))
+            return Segments(list(self.console.render(view)))
         except Exception as error:
             return Text(f"the run's state cannot be shown: {error}")

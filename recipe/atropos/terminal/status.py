@@ -1,16 +1,20 @@
-"""Show the state of a run once: ``verl-atropos status [RUN]``"""
+"""Show the state of a run once: ``verl-atropos status [RUN]``; and the table at a run's end: what was learned, from
+what, in what time, and where the outputs are.
+"""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import is_accuracy, read_metrics, score_of
 from recipe.atropos.run.status import ELSEWHERE, FINISHED, KILLED, STOPPED, RunReader, RunStatus, find_run
-from recipe.atropos.terminal.dashboard import Dashboard, shell_command
-from recipe.atropos.terminal.run_summary import show_summary
+from recipe.atropos.terminal.dashboard import Dashboard, clock, shell_command, shown_path
+from recipe.atropos.utils.files import read_json
 
 RUN_HELP = "folder of a run, or its name below runs/; default: the run that started last"
 _TOLD = {
@@ -27,6 +31,52 @@ def how_to_go_on(status: RunStatus) -> str:
     if status.is_alive:
         return f"process {status.holder.pid}; look on: {shell_command('attach', status.directory)}"
     return _TOLD.get(status.state, "")
+
+
+def show_summary(files: RunDir, console: Console) -> None:
+    """Print the table of a run that has ended; ``summary.json`` has all of it and more."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in _rows(files, read_json(files.summary, {})):
+        table.add_row(label, escape(text))
+    console.print(table)
+
+
+def _rows(files: RunDir, summary: dict) -> Iterator[tuple[str, str]]:
+    scores = [score for line in read_metrics(files.path) if (score := score_of(line)) is not None]
+    if scores:
+        yield "score", f"{scores[0]:+.3f} -> {scores[-1]:+.3f} (mean of a step's samples)"
+    for name, found in (summary.get("heldout") or {}).items():
+        whose = f" {name}" if len(summary["heldout"]) > 1 else ""
+        yield f"held-out{whose}", _heldout(found)
+    restarts = sum(env.get("restarts", 0) for env in summary.get("environments", {}).values())
+    seconds = summary.get("seconds_in_all", summary.get("seconds", 0.0))
+    again = f", {restarts} restarts of environments" if restarts else ""
+    yield "steps", f"{summary.get('steps', 0)} in {clock(seconds)}{again}"
+    yield (
+        "tokens",
+        f"{summary.get('tokens_trained', 0):,} trained on, in {summary.get('sequences_trained', 0):,} sequences",
+    )
+    if groups := summary.get("groups"):
+        yield "groups", ", ".join(f"{groups[key]:,} {key}" for key in ("received", "trained", "dropped", "left"))
+    if dropped := summary.get("dropped"):
+        yield "dropped", ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+    alarms = summary.get("alarms") or {}
+    yield "alarms", ", ".join(alarms) or "none"
+    model = next((folder for folder in (files.model, files.adapter) if folder.exists()), None)
+    where = [model, files.report, files.reward_picture, files.metrics, files.summary]
+    for label, path in zip(("model", "report", "plot", "metrics", "summary"), where, strict=True):
+        if path is not None and path.exists():
+            yield label, shown_path(path)
+
+
+def _heldout(found: dict) -> str:
+    """Return the first and the latest value, in percent if it is a share."""
+    form = ".1%" if is_accuracy(found.get("metric") or "") else ".4g"
+    values = [found[key] for key in ("before", "after") if found.get(key) is not None]
+    items = f" ({found['items']} items)" if found.get("items") else ""
+    return " -> ".join(f"{value:{form}}" for value in values) + items
 
 
 def print_state(files: RunDir, console: Console) -> RunStatus:

@@ -24,7 +24,7 @@ from recipe.atropos.data.sampling import (
     default_temperature,
 )
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.launcher import supervision
+from recipe.atropos.launcher import launch
 from recipe.atropos.watchdog import alarms
 from recipe.atropos.watchdog.history import logprob_tolerance
 
@@ -275,5 +275,5 @@ def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
 
 def test_sampling_alarms_of_a_step_are_beside_it():
     line = {"step": 3, "atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
-    assert "logprob_difference, truncated_sampling" in supervision._alarms(line)
-    assert supervision._alarms({"step": 3}) == ""
+    assert "logprob_difference, truncated_sampling" in launch._alarms(line)
+    assert launch._alarms({"step": 3}) == ""

@@ -11,7 +11,7 @@ from rich.console import Console
 from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.run.status import Memory, RunReader, ServiceStatus
 from recipe.atropos.terminal.dashboard import Activity, Dashboard, clock, phases, sparkline
-from recipe.atropos.terminal.run_summary import show_summary
+from recipe.atropos.terminal.status import show_summary
 
 
 @pytest.fixture

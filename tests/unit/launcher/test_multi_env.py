@@ -19,8 +19,8 @@ from recipe.atropos.config.env_specs import environment_specs, fill_warnings
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
+from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
-from recipe.atropos.launcher.supervision import scores_of
 from recipe.atropos.utils.process import ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"

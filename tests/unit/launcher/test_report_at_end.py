@@ -1,7 +1,7 @@
 """What the launcher leaves of a run to look at."""
 
 from helpers.seeded_runs import healthy_run
-from recipe.atropos.launcher.report_page import write_page_of_failure, write_pictures
+from recipe.atropos.launcher.launch import write_page_of_failure, write_pictures
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import read_lines, rewrite_lines
 

@@ -18,10 +18,9 @@ from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_mo
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
-from recipe.atropos.launch_services import check_start, make_folder, prepare_model
+from recipe.atropos.launch_services import check_start, prepare_model
 from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
 from recipe.atropos.launcher.run_plan import plan_run
-from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal import progress as progress_module
 from recipe.atropos.utils.process import unstopped
 
@@ -136,12 +135,6 @@ def test_run_dir_given_by_hand_is_not_replaced(tmp_path, key):
     finished(tmp_path / "run")
     with pytest.raises(ConfigurationError, match=rf"run.dir={tmp_path}/run holds a run that has trained 60 steps"):
         plan_run(["preset=demo", key.replace("DIR", str(tmp_path / "run"))])
-
-
-def test_schema_start_names_a_run_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=r"run.dir=.*/file/run: Not a directory; give another --run-dir"):
-        make_folder(RunDir(tmp_path / "file" / "run"))
 
 
 def test_schema_start_speaks_of_flags_as_keys():
