@@ -21,7 +21,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -210,10 +209,8 @@ def prepare_run(plan: RunPlan) -> None:
 def _sigterm_as_interrupt() -> Iterator[None]:
     """While the block runs, SIGTERM ends it as Ctrl-C does."""
     before = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or before in (signal.SIG_IGN, None):
-        yield
-        return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.record import is_accuracy, read_evaluations, read_metrics
 from recipe.atropos.run.status import RunReader
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service
@@ -321,7 +321,7 @@ def test_status_of_a_run_that_trains(training):
     assert {service.name: service.health for service in status.services if service.name != "trainer"} == dict.fromkeys(
         ("api", "sglang", "gateway", "environment"), "ok"
     ), status.services
-    assert status.diagnosis["trainer"]["live"] and status.heldout_is_share and 0.2 < status.heldout[0] < 0.5
+    assert status.diagnosis["trainer"]["live"] and is_accuracy(status.heldout_metric) and 0.2 < status.heldout[0] < 0.5
     assert status.memory.run > 1 << 30 and status.seconds_left > 0
 
 

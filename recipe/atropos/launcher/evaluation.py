@@ -97,7 +97,7 @@ class Evaluations:
             if not line["metrics"]:
                 self._specs.pop(line["env"], None)
         if version == 0 or self._between(version):
-            await self._alone(version, meanwhile)
+            await self.evaluate_alone(version, meanwhile)
         self._mark(version)
 
     def _between(self, version: int) -> bool:
@@ -113,11 +113,6 @@ class Evaluations:
             if version is not None and version > self._settled and self._between(version):
                 self._task = asyncio.create_task(self._meanwhile(version))
 
-    async def trainer_restarted(self) -> None:
-        """Cancel an evaluation in progress, since its weights are about to be replaced; it is due again later."""
-        await self.stop()
-        self._task = None
-
     async def _meanwhile(self, version: int) -> None:
         try:
             await self._all(version)
@@ -125,16 +120,12 @@ class Evaluations:
             console.print(f"[bold red]eval[/]    version {version}: {escape(str(failure))}", soft_wrap=True)
         self._mark(version)
 
-    async def end(self) -> None:
-        """Evaluate the last version. Call it when the trainer is done and no environment runs.
+    async def evaluate_alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
+        """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running.
 
         Raises:
-            ServiceFailed: an evaluation of the last version failed, or no server is left.
+            ServiceFailed: an evaluation failed, or another service ended, or no server is left.
         """
-        await self._alone(self._last)
-
-    async def _alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
-        """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running."""
         self._task = asyncio.create_task(self._all(version))
         while not self._task.done():
             await meanwhile()
@@ -144,10 +135,11 @@ class Evaluations:
         task.result()
 
     async def stop(self) -> None:
-        """Cancel the evaluation in progress, if any; call it however the run ends."""
+        """Cancel the evaluation in progress, if any; call it also however the run ends."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
 
     # ---------------------------------------------------------------- how
 

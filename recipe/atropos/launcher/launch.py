@@ -62,10 +62,7 @@ async def launch(run: Run) -> None:
         trainer = trainer or start_trainer(run, api, inference, run.files.evaluated)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
-        if run.plan.specs:
-            environments = Environments(run, api.url, inference.gateway)
-        else:
-            environments = Joining(run, api.url, inference.gateway)
+        environments = (Environments if run.plan.specs else Joining)(run, api.url, inference.gateway)
         environments.start()  # beside the evaluation, which takes as long as their own start
         with progress(f"evaluating version {version}, and starting the environments"):
             await evaluations.begin(version, environments.poll)
@@ -76,7 +73,7 @@ async def launch(run: Run) -> None:
             async with contextlib.aclosing(AlarmWatch(run, version, api.url, inference)) as alarm_watch:
                 await watch(run, version, environments, evaluations, alarm_watch, on_step=first.close)
         environments.stop()
-        await evaluations.end()
+        await evaluations.evaluate_alone(run.config.trainer.total_training_steps)  # no environment runs
         report_model(run)
     except BaseException as error:
         failure = error
@@ -136,7 +133,7 @@ async def watch(
         run.check()
         if run.services["trainer"] is not trainer:  # it was started again
             last_step = trained = time.monotonic()
-            await evaluations.trainer_restarted()
+            await evaluations.stop()  # its weights are about to be replaced; it is due again later
         await evaluations.poll()
         now = time.monotonic()
         if not ended and (now - last_step > limit or now - trained > longest):
@@ -219,13 +216,7 @@ async def _end(
     return the failures.
     """
     failures: list[Exception] = []
-
-    async def attempt(step: Callable[[], Any]) -> None:
-        try:
-            if inspect.isawaitable(result := step()):
-                await result
-        except Exception as error:
-            failures.append(error)
+    steps: list[Callable[[], Any]] = []
 
     async def account() -> None:
         # No group is sent any more, and the trainer has recorded those that it trained on.
@@ -239,15 +230,17 @@ async def _end(
             summary = read_json(run.files.summary, {})
             update_summary(run.files.path, {"groups": account_of_groups(summary, received)})
 
+    if evaluations is not None:
+        steps.append(evaluations.stop)
+    if environments is not None:
+        steps += [environments.stop, partial(run.end, run.services["trainer"]), account]
     with _ignore_interrupts(), progress("stopping the services"):
-        if evaluations is not None:
-            await attempt(evaluations.stop)
-        if environments is not None:
-            await attempt(environments.stop)
-            if trainer := run.services.get("trainer"):
-                await attempt(partial(run.end, trainer))
-            await attempt(account)
-        await attempt(run.stop)
+        for step in (*steps, run.stop):
+            try:
+                if inspect.isawaitable(result := step()):
+                    await result
+            except Exception as error:
+                failures.append(error)
     with contextlib.suppress(OSError, AtroposError):  # a run that has not failed fails as it is recorded as finished
         add_start(run.files.path, time.monotonic() - started)
     return failures

@@ -38,15 +38,14 @@ def reward_figure(directory: str | Path, window: int = 5) -> Figure:
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
     keys = sorted({key for line in lines for key in line if key.endswith("/mean_score") and key.count("/") == 2})
-    names = [key.split("/")[1] for key in keys]
-    if len(names) > 1:
-        for key, name, color in zip(keys, names, _COLORS * len(names), strict=False):
-            _plot_scores(axes, lines, key, window, color, f"score, {name}")
-    else:
+    several = {key.split("/")[1]: key for key in keys} if len(keys) > 1 else {}
+    colors = dict(zip(several, _COLORS * len(several), strict=False))
+    for name, key in several.items():
+        _plot_scores(axes, lines, key, window, colors[name], f"score, {name}")
+    if not several:
         _plot_scores(axes, lines, "atropos/mean_score", window, _COLORS[0], "mean score of a step's sequences")
     axes.set(xlabel="update", ylabel="score of sampled answers", title=directory.name)
     axes.grid(alpha=0.3)
-    colors = dict(zip(names, _COLORS * len(names), strict=False)) if len(names) > 1 else {}
     _plot_evaluations(axes, directory, colors)
     axes.legend(loc="upper left")
     return figure

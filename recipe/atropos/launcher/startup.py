@@ -37,15 +37,15 @@ def start_api(run: Run) -> Service:
     set_aside_store(run.files, run.config.trainer)
     command, url = api_command(run)
     run.reserved["api"] = reserve(config.host, urlsplit(url).port, "api.port")
-    api = _start_api(run, command, url)
+    start = partial(run.start, "api", command, url=url, **{API_KEY_VARIABLE: run.api_key})
     run.restart_policies["api"] = RestartPolicy(
-        partial(_start_api, run, command, url),
+        start,
         config.max_restarts,
         kind="api",
         key="api.max_restarts",
         recovers=lambda status: status < 0,  # until it was healthy, an error of its own would repeat
     )
-    return api
+    return start()
 
 
 def api_command(run: Run) -> tuple[list[str], str]:
@@ -63,19 +63,11 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
         files.trajectories.rename(files.trajectories.with_name(f"{files.trajectories.name}.{time.time():.0f}"))
 
 
-def _start_api(run: Run, command: list[str], url: str) -> Service:
-    return run.start("api", command, url=url, **{API_KEY_VARIABLE: run.api_key})
-
-
-def _restart_trainer(run: Run) -> Service:
-    """Start the trainer from its newest checkpoint, or as it was started if it has saved none in this start."""
+def _start_trainer(run: Run) -> Service:
+    """Start the trainer from the newest checkpoint of this start; if it has saved none, as it is configured."""
     checkpoints = Checkpoints(run.config.trainer.default_local_dir).whole()
     if any(folder.stat().st_mtime > run.started for folder in checkpoints):
         run.complete.trainer.resume_mode, run.complete.trainer.resume_from_path = "auto", None
-    return _start_trainer(run)
-
-
-def _start_trainer(run: Run) -> Service:
     write_atomic(run.files.config, config_yaml(run.complete))
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(run.complete))]),
@@ -126,15 +118,14 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "evaluation.evaluated_file": evaluated and str(evaluated),
     }
     run.complete = run.plan.complete(addresses)
-    trainer = _start_trainer(run)
     run.restart_policies["trainer"] = RestartPolicy(
-        partial(_restart_trainer, run),
+        partial(_start_trainer, run),
         run.config.trainer.atropos.max_restarts,
         kind="trainer",
         key="trainer.atropos.max_restarts",
         recovers=partial(_may_restart_trainer, run),
     )
-    return trainer
+    return _start_trainer(run)
 
 
 async def first_version(run: Run, inference: Inference) -> int:

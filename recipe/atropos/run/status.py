@@ -26,7 +26,7 @@ import psutil
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.alarm_lines import left_open
 from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
-from recipe.atropos.run.record import SCORES, heldout_scores, is_accuracy, read_evaluations
+from recipe.atropos.run.record import SCORES, heldout_scores, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
@@ -145,11 +145,6 @@ class RunStatus:
         if time.time() - self.last["time"] > max(_OVERDUE_SECONDS, _OVERDUE_STEPS * self.seconds_per_step):
             return None
         return max(0, self.total - self.step) * self.seconds_per_step
-
-    @property
-    def heldout_is_share(self) -> bool:
-        """Whether the held-out score is a share of correct answers, shown in percent."""
-        return is_accuracy(self.heldout_metric)
 
 
 _SERIES = {  # name: keys of a line of metrics.jsonl, of which the first that is there counts
