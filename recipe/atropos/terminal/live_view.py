@@ -72,9 +72,6 @@ class LiveView(Live):
     """
 
     def __init__(self, console: Console, directory: Path, hint: str = ""):
-        super().__init__(
-            console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
-        )
         self.status: RunStatus | None = None
         self._reader, self._hint = RunReader(directory), hint
         self._activities: list[Activity] = []
@@ -82,6 +79,9 @@ class LiveView(Live):
         self._printed: deque[ConsoleRenderable] = deque(maxlen=_KEPT_LINES)
         self._size = console.size
         self._done, self._keys = threading.Event(), _keys_unseen()
+        super().__init__(
+            console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
+        )
 
     def __enter__(self) -> "LiveView":
         self._read()
