@@ -43,7 +43,7 @@ _ENDPOINT_SECONDS = 2.0  # for a status endpoint to answer
 _MEMORY_SECONDS = 5.0  # between two measurements of memory
 _PACE_STEPS = 20  # the latest steps, from which seconds per step are taken
 _OVERDUE_STEPS, _OVERDUE_SECONDS = 5, 30.0  # since the last step, after which that pace says nothing
-_GIB = 1 << 30
+_FINE, _SILENT = ("ok", ""), ("unknown", "does not answer")  # health and detail
 
 
 def find_run(given: str | None, runs: Path = RUNS) -> RunDir:
@@ -90,9 +90,6 @@ class ServiceStatus:
     ""."""
 
     name: str
-    pid: int
-    url: str | None
-    log: str | None
     health: str
     detail: str = ""
 
@@ -255,24 +252,18 @@ class RunReader:
         gateway = living.get("gateway", {}).get("url") or config.get("inference", {}).get("gateway")
         diagnosis = _fetch(api, "/diagnose", key)
         pool = _fetch(gateway, "/gateway/status", key)
-        waiting, found = self.files.waiting.exists(), []
+        known = {
+            "api": _health_of_api(diagnosis),
+            "gateway": _FINE if pool else _SILENT,
+            "trainer": ("waits", "waits") if self.files.waiting.exists() else _FINE,
+        }
+        servers = {server["url"]: _health_of_server(server) for server in (pool or {}).get("servers", ())}
+        ended = "ended" if state == ENDING else "down", "ended"
+        found = []
         for name, entry in listing.items():
-            if name == LAUNCHER:
-                continue
-            if name not in living:
-                health, detail = "ended" if state == ENDING else "down", "ended"
-            elif name == "api":
-                health, detail = _health_of_api(diagnosis)
-            elif name == "gateway":
-                health, detail = ("ok", "") if pool else ("unknown", "does not answer")
-            elif name == "trainer":
-                health, detail = ("waits", "waits") if waiting else ("ok", "")
-            elif server := _server(pool, entry["url"]):
-                health, detail = _health_of_server(server)
-            else:
-                health, detail = "ok", ""
-            found.append(ServiceStatus(name, entry["pid"], entry["url"], entry["log"], health, detail))
-        return tuple(found), diagnosis
+            health, detail = (known.get(name) or servers.get(entry["url"], _FINE)) if name in living else ended
+            found.append(ServiceStatus(name, health, detail))
+        return tuple(service for service in found if service.name != LAUNCHER), diagnosis
 
     def _measured_memory(self, holder: Holder, config: dict[str, Any]) -> Memory | None:
         taken, memory = self._memory
@@ -290,13 +281,9 @@ def _lives(entry: dict[str, Any]) -> bool:
 
 def _health_of_api(diagnosis: dict[str, Any] | None) -> tuple[str, str]:
     if diagnosis is None:
-        return "unknown", "does not answer"
+        return _SILENT
     warnings = diagnosis.get("warnings") or {}
-    return ("waits", str(next(iter(warnings.values())))) if warnings else ("ok", "")
-
-
-def _server(pool: dict[str, Any] | None, url: str | None) -> dict[str, Any] | None:
-    return next((server for server in (pool or {}).get("servers", ()) if server["url"] == url), None)
+    return ("waits", str(next(iter(warnings.values())))) if warnings else _FINE
 
 
 def _health_of_server(server: dict[str, Any]) -> tuple[str, str]:

@@ -25,9 +25,9 @@ def status(tmp_path):
         heldout={0: 0.25, 10: 0.75},
         heldout_metric="eval/percent_correct",
         services=(
-            ServiceStatus("api", 1, None, None, "ok"),
-            ServiceStatus("sglang", 2, None, None, "ok", "12 requests"),
-            ServiceStatus("environment", 3, None, None, "down", "ended"),
+            ServiceStatus("api", "ok"),
+            ServiceStatus("sglang", "ok", "12 requests"),
+            ServiceStatus("environment", "down", "ended"),
         ),
         diagnosis={"queue": {"groups": 3, "sequences": 24, "open_tickets": 13}, "batch_size": 128, "why": "no batch 2"},
         memory=Memory(5 << 30, 12 << 30, 23 << 30, ((40 << 30, 80 << 30),)),
@@ -92,7 +92,7 @@ def test_dashboard_gives_a_single_alarm_the_room_of_three(status):
 
 
 def test_dashboard_that_is_printed_once_leaves_nothing_out(status):
-    services = tuple(ServiceStatus(f"environment-{number}", 1, None, None, "ok") for number in range(60))
+    services = tuple(ServiceStatus(f"environment-{number}", "ok") for number in range(60))
     alarm = status.alarms[0] | {"advice": 40 * "wait " + "."}
     alarms = tuple(alarm | {"environment": f"env-{number}"} for number in range(5))
     full = replace(status, services=services, alarms=alarms)
