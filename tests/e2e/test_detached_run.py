@@ -9,9 +9,9 @@ import orjson
 import psutil
 import pytest
 
+from helpers.launchers import living_of
 from helpers.terminal import terminals
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -98,15 +98,7 @@ def test_stop_ends_a_detached_run_and_who_follows_it(detached, terminal, tmp_pat
     assert view.wait_for_end() == 1 and "ended before its last step" in " ".join(view.text.split())
     assert b"the same command resumes the run" in follower.communicate(timeout=60)[0] and follower.returncode == 0
     assert output_of("status", files.path)[0] == 1 and output_of("stop", files.path)[0] == 0
-    left = [process for process in psutil.process_iter() if mark in _marks(process)]
-    assert not left
-
-
-def _marks(process):
-    try:
-        return process.environ().get(RUN_ID_VARIABLE, "").split(":")
-    except (psutil.Error, OSError):
-        return []
+    assert not living_of(mark)
 
 
 def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):

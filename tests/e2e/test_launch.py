@@ -17,11 +17,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.launchers import living_of
 from helpers.runs import run_of
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.environments import gsm8k
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.placement import place_servers
@@ -35,7 +35,6 @@ from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_servi
 
 pytestmark = pytest.mark.timeout(1800)
 
-GSM8K = gsm8k.__file__
 LAUNCH = "recipe.atropos.launch_services"
 MAIN = "recipe.atropos.main"
 LEFT = "ending what it left running"
@@ -83,32 +82,12 @@ def test_launch_puts_the_users_flags_over_its_own(tmp_path):
     assert "--openai.timeout=7" in command and not any("train_size" in word for word in command)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--model", "/no/such/model"], "actor_rollout_ref.model.path=/no/such/model: no model there"),
-        (["--steps", "0"], "trainer.total_training_steps=0: give 1 or more"),
-        (["inference.python=/no/python"], "/no/python"),
-        (
-            ["environment.target=recipe.atropos.environments.nothing"],
-            "environment.target=recipe.atropos.environments.no",
-        ),
-        (["environment.target=/no/such/env.py"], "environment.target=/no/such/env.py: no such file"),
-        (["inference.port=TAKEN"], "is taken"),
-        (["api.port=TAKEN"], "api.port="),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_launch_names_a_value_that_cannot_work_and_stops(tmp_path, model_path, arguments, expected):
+def test_launch_names_a_value_that_cannot_work_and_stops(tmp_path, model_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        arguments = [argument.replace("TAKEN", port) for argument in arguments]
-        options = [f"--model={model_path}", *arguments] if "--model" not in arguments else arguments
-        options = ["--preset", "demo", *options]
-        begin = time.monotonic()
-        status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={tmp_path / 'run'}"), 300)
-    assert status == 1 and expected in words(output), output
-    assert time.monotonic() - begin < 60 and not left
+        port = taken.getsockname()[1]
+        options = ["--preset=demo", f"--model={model_path}", f"api.port={port}", f"run.dir={tmp_path / 'run'}"]
+        status, output, left = wait(run(tmp_path, LAUNCH, *options), 300)
+    assert status == 1 and f"api.port={port} is taken" in words(output) and not left, output
 
 
 BROKEN = """
@@ -128,44 +107,16 @@ class Broken(BaseEnv):
     ("arguments", "expected"),
     [
         (["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl"),
-        (
-            ["environment.target=recipe.atropos.environments.reasoning", "environment.args.task=no_such_task"],
-            "ValueError: environment.args.task=no_such_task: ",
-        ),
         pytest.param(["environment.target=broken.py"], "no water in the pool", marks=pytest.mark.slow),
-        (
-            ["environment.evaluate=false", f"environment.target={GSM8K}", "environment.args.no_such_flag=1"],
-            "unknown flag environment.args.no_such_flag",
-        ),
     ],
-    ids=["dataset", "task", "setup", "flag"],
+    ids=["dataset", "setup"],
 )
 def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model_path, arguments, expected):
     (tmp_path / "broken.py").write_text(BROKEN)
     model = os.path.relpath(model_path, tmp_path)
     service = run(tmp_path, LAUNCH, "--preset", "demo", f"--model={model}", "--run-dir=r", *arguments)
-    begin = time.monotonic()
-    status, output, left = wait(service, 900)
-    assert status == 1 and expected in words(output), output
-    assert time.monotonic() - begin < 350 and not left  # 35 to 40 s where nothing else runs
-
-
-def test_launch_that_is_terminated_ends_its_services(tmp_path):
-    """Services end also where interrupts are ignored."""
-    folder = tmp_path / "run"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        service = run(tmp_path, LAUNCH, "--preset", "demo", "--run-dir", str(folder))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    deadline = time.monotonic() + 300  # on a new machine the small policy is made first
-    while not (folder / "logs/trainer.log").exists():
-        assert time.monotonic() < deadline and service.poll() is None, service.tail()
-        time.sleep(0.2)
-    os.kill(service.pid, signal.SIGTERM)
-    status, output, left = wait(service, 900)
-    assert status == 130 and "the same command resumes the run" in output, output
-    assert not left
+    status, output, left = wait(service, 350)  # 35 to 40 s where nothing else runs
+    assert status == 1 and expected in words(output) and not left, output
 
 
 @pytest.mark.slow
@@ -204,15 +155,8 @@ def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
                 names |= {process.name(), *process.cmdline()[:1]}
         return names
 
-    def is_alive(process):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        return False
-
     def living():
-        marked = [p for p in psutil.process_iter() if mark in _environment(p).get(RUN_ID_VARIABLE, "").split(":")]
-        found = {p.pid: p for p in [*marked, *seen.values()] if p.pid != launcher.pid}
-        return [p for p in found.values() if is_alive(p)]
+        return [process for process in living_of(mark, seen) if process.pid != launcher.pid]
 
     try:
         deadline = time.monotonic() + 240
@@ -230,13 +174,6 @@ def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
         for process in [*living(), launcher]:
             process.kill()
         launcher.wait(10)
-
-
-def _environment(process):
-    try:
-        return process.environ()
-    except (psutil.Error, OSError):
-        return {}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
@@ -79,6 +79,18 @@ time.sleep(600)
 """
 
 
+def living_of(mark: str, known: Collection[int] = ()) -> list[psutil.Process]:
+    """The living processes with a mark in their environment, or with one of the ``known`` numbers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # ended meanwhile, or another user's
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if process.pid in known or mark in process.environ().get(RUN_ID_VARIABLE, "").split(":"):
+                found.append(process)
+    return found
+
+
 class Family:
     """The processes of one test, known by their mark and by the numbers that they wrote."""
 
@@ -94,15 +106,7 @@ class Family:
         return [int(path.stem) for path in self.folder.glob("*.pid")]
 
     def living(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                marked = self.mark in process.environ().get(RUN_ID_VARIABLE, "").split(":")
-                if (marked or process.pid in self.numbers()) and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
+        return living_of(self.mark, self.numbers())
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = LIMIT) -> float:
         begin = time.monotonic()

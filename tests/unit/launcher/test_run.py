@@ -184,6 +184,30 @@ def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
         asyncio.run(launch(run_of(config, tmp_path)))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_run_that_is_terminated_ends_its_services(tmp_path, monkeypatch, number):
+    """Also where interrupts are ignored, as in a shell's background job."""
+    run, inference = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path), Inference({}, "gateway", "key")
+
+    async def wait(*_):
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(60)
+
+    steps = {"start_api": lambda run: run.start("api", SLEEP), "start_inference": lambda run: inference}
+    for name, step in (steps | {"start_trainer": lambda *_: None, "servers_healthy": wait}).items():
+        monkeypatch.setattr(f"recipe.atropos.launcher.launch.{name}", step)
+    inference.servers["sglang"] = SGLangLaunch("m", port=1)
+    handlers = {number: signal.SIG_DFL, signal.SIGINT: signal.SIG_IGN}
+    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(launch(run))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert run.services["api"].poll() == -signal.SIGTERM and not (tmp_path / "report.html").exists()
+
+
 @pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
 def test_run_on_a_cluster_is_not_kept_on_loopback(tmp_path, monkeypatch, address, loopback):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -1,6 +1,7 @@
 """What is checked before any service starts: the model, SGLang's interpreter, an environment's target and flags."""
 
 import signal
+import socket
 import sys
 import threading
 import time
@@ -53,16 +54,23 @@ def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
         ("inference.python=/nope", "inference.python is '/nope'"),
         ("inference.args.port=5", "set inference.port itself"),
         ("inference.host=::", "inference.host=:: is no IPv4 address of this machine"),
+        ("environment.target=recipe.atropos.environments.no", "environment.target=.*environments.no: no such module"),
+        ("environment.target=/no/such/env.py", "environment.target=/no/such/env.py: no such file"),
+        ("inference.port=TAKEN", "port .* is taken .*inference.port"),
+        ("api.port=TAKEN", "api.port=.* is taken"),
         ("api.host=192.0.2.1", "api.host=192.0.2.1 is no IPv4 address of this machine"),
         ("trainer.resume_from_path=/no/such", "give both"),
         ("trainer.resume_mode=resume_path", "give both"),
     ],
 )
 def test_schema_start_names_what_cannot_start(override, told, tmp_path):
-    config = load_config(["preset=demo", *override.strip("'").split()])
-    with pytest.raises((ConfigurationError, LaunchError), match=told):
-        check_config(config)
-        check_start(run_of(config, tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = load_config(["preset=demo", override.replace("TAKEN", str(taken.getsockname()[1]))])
+        run = run_of(config, tmp_path)
+        with pytest.raises((ConfigurationError, LaunchError), match=told):
+            check_config(config)
+            check_target(*run.plan.specs.values())
+            check_start(run)
 
 
 def test_schema_start_asks_for_no_adapter_that_is_made_later(tmp_path):
@@ -141,6 +149,7 @@ def test_schema_start_speaks_of_flags_as_keys():
     told = {
         "CliServeConfig: --env.steps='abc': Input should be a valid integer": "environment.args.steps='abc'",
         "--env m:Nope: m has no class Nope": "environment.target=m:Nope: m has no class Nope",
+        "ValueError: --env.task=no: reasoning-gym has no such task": "ValueError: environment.args.task=no: ",
         "unknown flag --openai.timout": "unknown flag environment.args.openai.timout",
     }
     for line, wanted in told.items():
