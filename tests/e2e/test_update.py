@@ -175,6 +175,15 @@ def weighted(rows, coefficients):
     return sum(c[t] * row.log_probs[t] for row, c in zip(rows, coefficients, strict=True) for t in c)
 
 
+def assert_per_token(update, plain, groups, coefficient):
+    """The weights moved by ``coefficient(row, advantage)``, {position: number}, over the number of tokens; the rows."""
+    rows = rows_of(plain, groups)
+    found = [coefficient(row, advantage) for row, advantage in zip(rows, group_advantages(rows), strict=True)]
+    n = sum(map(len, found))
+    assert_gradient(update, plain, weighted(rows, [{t: value / n for t, value in each.items()} for each in found]))
+    return rows
+
+
 @pytest.mark.parametrize("loss_mode", ["vanilla", "advantage_weighted_sft"])
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
 def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, model_path, loss_mode, agg):
@@ -214,16 +223,16 @@ def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain,
     """The ratio is that of the trainer's and the engine's probabilities."""
     groups = some_groups(model_path)
     update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": level})
-    rows = rows_of(plain, groups)
-    n = sum(len(row.positions) for row in rows)
-    coefficients, ratios = [], []
-    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+    ratios = []
+
+    def coefficient(row, advantage):
         gaps = {t: row.values[t] - row.engine[t] if row.engine else 0.0 for t in row.positions}
         if level == "sequence":
             gaps = dict.fromkeys(gaps, sum(gaps.values()))
-        ratios += [math.exp(gap) for gap in gaps.values() if row.engine]
-        coefficients.append({t: -advantage * min(math.exp(gap), 2.0) / n for t, gap in gaps.items()})
-    assert_gradient(update, plain, weighted(rows, coefficients))
+        ratios.extend(math.exp(gap) for gap in gaps.values() if row.engine)
+        return {t: -advantage * min(math.exp(gap), 2.0) for t, gap in gaps.items()}
+
+    rows = assert_per_token(update, plain, groups, coefficient)
     assert any(r > 2 for r in ratios) and any(r < 0.9 for r in ratios)
     differences = [abs(row.values[t] - row.engine[t]) for row in rows if row.engine for t in row.positions]
     assert update.metrics["atropos/logprob_diff/mean"] == pytest.approx(statistics.fmean(differences), rel=1e-3)
@@ -242,61 +251,36 @@ def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, model_path
     groups = some_groups(model_path)
     settings = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
     update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
-    rows = rows_of(plain, groups)
-    kept = [
-        [t for t in row.positions if not row.engine or 0.5 <= math.exp(row.engine[t] - row.values[t]) <= 3]
-        for row in rows
-    ]
-    n = sum(map(len, kept))
-    assert n < sum(len(row.positions) for row in rows) and len(kept[-1]) == len(rows[-1].positions)
-    values = group_advantages(rows)
-    coefficients = [dict.fromkeys(ts, -value / n) for ts, value in zip(kept, values, strict=True)]
-    assert_gradient(update, plain, weighted(rows, coefficients))
+
+    def coefficient(row, advantage):
+        whole = not row.engine
+        kept = [t for t in row.positions if whole or 0.5 <= math.exp(row.engine[t] - row.values[t]) <= 3]
+        assert len(kept) == len(row.positions) or not whole
+        counts.append(len(row.positions) - len(kept))
+        return dict.fromkeys(kept, -advantage)
+
+    counts = []
+    assert_per_token(update, plain, groups, coefficient)
+    assert sum(counts) > 0
 
 
-def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, model_path):
-    """That is its only correction."""
-    groups = some_groups(model_path)
-    correction = RolloutCorrectionConfig(bypass_mode=True)
-    update = Update(
-        trainer,
-        plain,
-        groups,
-        {"rollout_correction.bypass_mode": True},
-        {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": correction},
-    )
-    rows = rows_of(plain, groups)
-    n = sum(len(row.positions) for row in rows)
-    coefficients = []
-    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+@pytest.mark.parametrize("padding", ["rows", "rank"])
+def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, model_path, padding):
+    """That is its only correction. Also of two rows, both on the first of two ranks: verl's own loss raises on the rank
+    that has no token."""
+    groups, correction = some_groups(model_path), RolloutCorrectionConfig(bypass_mode=True)
+    if padding == "rank":
+        keys = ("tokens", "masks", "scores", "inference_logprobs")
+        groups, correction = [{key: [groups[0][key][i] for i in (0, 2)] for key in keys}], RolloutCorrectionConfig()
+    algorithm = {"rollout_correction.bypass_mode": True}
+    actor = {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": correction}
+
+    def coefficient(row, advantage):
         ratios = {t: math.exp(row.values[t] - row.engine[t]) if row.engine else 1.0 for t in row.positions}
         clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
-        coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
-    assert_gradient(update, plain, weighted(rows, coefficients))
+        return {t: 0.0 if clipped[t] else -advantage * r for t, r in ratios.items()}
 
-
-def test_rank_of_padding_leaves_bypass_mode_as_it_is(trainer, plain, model_path):
-    """Its gradient and correction stay.
-
-    Two rows, both on the first of two ranks: verl's own loss raises on the rank that has no token."""
-    group = some_groups(model_path)[0]
-    keys = ("tokens", "masks", "scores", "inference_logprobs")
-    groups = [{key: [group[key][i] for i in (0, 2)] for key in keys}]
-    update = Update(
-        trainer,
-        plain,
-        groups,
-        {"rollout_correction.bypass_mode": True},
-        {"policy_loss.loss_mode": "bypass_mode", "policy_loss.rollout_correction": RolloutCorrectionConfig()},
-    )
-    rows = rows_of(plain, groups)
-    n = sum(len(row.positions) for row in rows)
-    coefficients = []
-    for row, advantage in zip(rows, group_advantages(rows), strict=True):
-        ratios = {t: math.exp(row.values[t] - row.engine[t]) for t in row.positions}
-        clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
-        coefficients.append({t: 0.0 if clipped[t] else -advantage * r / n for t, r in ratios.items()})
-    assert_gradient(update, plain, weighted(rows, coefficients))
+    assert_per_token(Update(trainer, plain, groups, algorithm, actor), plain, groups, coefficient)
 
 
 @pytest.fixture
@@ -366,11 +350,8 @@ def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model
     algorithm = {f"rollout_correction.{key}": value for key, value in settings.items()}
     update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
     assert update.metrics["atropos/mini_batches"] == update.metrics["atropos/mini_batches_without_token"] == 1
-    rows = rows_of(plain, groups[3:])
-    n = sum(len(row.positions) for row in rows)
-    coefficients = [dict.fromkeys(r.positions, -v / n) for r, v in zip(rows, group_advantages(rows), strict=True)]
     # The norms too: a step without a gradient, which momentum or weight decay gives an effect, would halve their mean.
-    assert_gradient(update, plain, weighted(rows, coefficients))
+    assert_per_token(update, plain, groups[3:], lambda row, advantage: dict.fromkeys(row.positions, -advantage))
 
 
 def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, model_path):
@@ -405,16 +386,16 @@ def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
     groups = reference_groups(trainer, plain, model_path)
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl"}
     update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": None}, actor)
-    rows = rows_of(plain, groups)
-    n = sum(len(row.positions) for row in rows)
-    coefficients, kl = [], 0.0
-    for row, advantage in zip(rows, group_advantages(rows), strict=True):
+    kls = []
+
+    def coefficient(row, advantage):
         gaps = {t: row.group["ref_logprobs"][row.row][t] - row.values[t] for t in row.positions}
-        kl += sum(math.exp(gap) - gap - 1 for gap in gaps.values()) / n
-        coefficients.append({t: (-advantage + 0.3 * (1 - math.exp(gap))) / n for t, gap in gaps.items()})
-    assert max(abs(1 - math.exp(g)) for g in gaps.values()) > 0.1
-    assert_gradient(update, plain, weighted(rows, coefficients))
-    assert update.metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-3)
+        kls.extend(math.exp(gap) - gap - 1 for gap in gaps.values())
+        return {t: -advantage + 0.3 * (1 - math.exp(gap)) for t, gap in gaps.items()}
+
+    assert_per_token(update, plain, groups, coefficient)
+    assert max(kls) > 0.005, "no rounding"
+    assert update.metrics["actor/kl_loss"] == pytest.approx(statistics.fmean(kls), rel=1e-3)
 
 
 def test_kl_in_the_reward_changes_the_advantage(trainer, plain, model_path):
