@@ -27,7 +27,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     each += [f"environments.{name}.target={alarm_env.__file__}:AlarmEnv" for name in ("none", *ALARMS)]
     # Nothing is trained, so that what hangs must not fill the batches that may be begun.
     each += [f"environments.{name}.args.max_batches_offpolicy=1000" for name in ("none", *ALARMS)]
-    sizes = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "watchdog.silent_after=20"]
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "watchdog.silent_after=12"]
     sizes += ["data.max_prompt_length=32", "data.max_response_length=32"]
     config = compose_config(f"actor_rollout_ref.model.path={model_path}", *each, *sizes)
 

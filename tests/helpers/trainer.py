@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, flag_override
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
@@ -30,6 +30,12 @@ CPU_OVERRIDES = [
 def compose_config(*overrides: str) -> DictConfig:
     """The recipe's configuration for this machine, with further overrides."""
     return copy.deepcopy(_composed(overrides))
+
+
+def changed_config(base: DictConfig, options: list[str]) -> DictConfig:
+    """``base`` with further values, unchecked, in a fraction of the time of composing them."""
+    with flag_override(base, "struct", False):
+        return OmegaConf.merge(base, OmegaConf.from_dotlist(options))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Several environments in one run: what the configuration may say, and what is counted of one that is given up."""
 
-import functools
 import os
 import signal
 import sys
@@ -8,11 +7,10 @@ import time
 
 import orjson
 import pytest
-from omegaconf import OmegaConf, flag_override
 
 from helpers.environments import item_env
 from helpers.runs import run_of
-from helpers.trainer import compose_config
+from helpers.trainer import changed_config, compose_config
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs, fill_warnings
@@ -26,15 +24,9 @@ from recipe.atropos.utils.process import ServiceFailed
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
 
 
-@functools.cache
-def composed():
-    return compose_config("actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096")
-
-
 def config(*options):
-    """As the command line gives it, in a fraction of the time."""
-    with flag_override(composed(), "struct", False):
-        return OmegaConf.merge(composed(), OmegaConf.from_dotlist(list(options)))
+    model = "actor_rollout_ref.model.path=m", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+    return changed_config(compose_config(*model), list(options))
 
 
 # ---------------------------------------------------------------- the configuration

@@ -6,7 +6,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from helpers.trainer import compose_config
+from helpers.trainer import changed_config, compose_config
 from recipe.atropos.config.preflight import REJECTION_STATISTICS, check_config, correction_rules
 from recipe.atropos.errors import ConfigurationError
 
@@ -73,7 +73,7 @@ CASES = {
 @pytest.mark.parametrize("overrides", CASES, ids=range(len(CASES)))
 def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
     with pytest.raises(ConfigurationError, match=CASES[overrides].replace("[", r"\[")):
-        check_config(compose_config(*MODEL, *overrides.split()))
+        check_config(changed_config(compose_config(*MODEL), overrides.split()))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
     ],
 )
 def test_a_configuration_that_works_is_let_through(overrides):
-    check_config(compose_config(*MODEL, *overrides.split()))
+    check_config(changed_config(compose_config(*MODEL), overrides.split()))
 
 
 @pytest.mark.parametrize(
