@@ -20,7 +20,7 @@ from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
-from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
+from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator_tool import answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate

@@ -4,8 +4,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from recipe.atropos.demo import policies
+from recipe.atropos.demo.policies import TwoTaskRecipe
 from recipe.atropos.demo.small_policy import Recipe, ensure_small_policy
-from recipe.atropos.demo.two_task_policy import TwoTaskRecipe
 
 
 @pytest.mark.timeout(280)

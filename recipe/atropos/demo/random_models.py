@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import CONFIG_NAME
 
-from recipe.atropos.demo.chat_format import CHAT_TEMPLATE, SPECIAL_TOKENS
+from recipe.atropos.demo.small_policy import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.utils.files import read_json, write_json
 
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

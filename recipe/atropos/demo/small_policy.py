@@ -9,34 +9,35 @@ policy can add and subtract, usually picks the wrong operation for such problems
 problems right with greedy decoding. Reinforcement learning has to correct a habit, not to teach arithmetic.
 
 Deterministic for a seed on one machine. ``ensure_small_policy`` caches the result by seed and recipe. The recipe
-defines the training data; ``terse_policy``, ``two_task_policy``, ``calculator_policy`` and ``code_policy`` have other
-recipes.
+defines the training data; ``policies`` has other recipes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from recipe.atropos.demo.chat_format import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.environments.word_problems import generate, gold_answer
-from recipe.atropos.utils.files import cache_root
+from recipe.atropos.utils.files import cache_root, replace_folder
 
 if TYPE_CHECKING:  # imported where they are used: finding a policy in the cache must not wait for torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 Chat = list[dict[str, str]]
 
-PAD, START, END = SPECIAL_TOKENS
+# ChatML, as Qwen2 has it: of all models that are made from scratch.
+SPECIAL_TOKENS = PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Qwen2's own pattern: AutoTokenizer applies it to every Qwen2 folder. Each digit is a separate token.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -228,18 +229,9 @@ def policy_folder(seed: int, recipe: Recipe, directory: Path | None = None) -> t
 def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
     """Return the folder of the policy for ``seed``; made on first use, complete or not at all."""
     target, made = policy_folder(seed, recipe, directory)
-    if made:
-        return target
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        make_small_policy(partial, seed, recipe)
-        try:
-            partial.rename(target)
-        except OSError:  # another process was faster, with the same result
-            if not (target / "small_policy.json").exists():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    if not made:
+        with replace_folder(target) as partial:
+            make_small_policy(partial, seed, recipe)
     return target
 
 
@@ -257,11 +249,6 @@ def greedy_answers(folder: Path, chats: list[Chat]) -> list[str]:
     return tokenizer.batch_decode(outputs, skip_special_tokens=True)
 
 
-def asked(rows: Iterable[Mapping[str, str]]) -> list[Chat]:
-    """Return the questions of these problems, each as the beginning of a conversation."""
-    return [[{"role": "user", "content": row["question"]}] for row in rows]
-
-
 def boxes_the_answer(row: dict[str, str], text: str) -> bool:
     """Return whether a text has a word problem's answer in its box."""
     return rf"\boxed{{{gold_answer(row)}}}" in text
@@ -275,5 +262,5 @@ def greedy_accuracy(
 ) -> float:
     """Return the share of ``problems`` whose last message, with greedy decoding, ``is_right``."""
     problems = list(problems)
-    answers = answers_of(folder, asked(problems))
+    answers = answers_of(folder, [[{"role": "user", "content": problem["question"]}] for problem in problems])
     return sum(map(is_right, problems, answers)) / len(problems)

@@ -12,7 +12,7 @@ from atroposlib.envs.base import APIServerConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.atropos.demo.calculator_policy import CalculatorRecipe, demonstration
+from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, tool_answers
 from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from helpers.code_environment import make_code_environment
-from recipe.atropos.demo.code_policy import CodeRecipe, program
+from recipe.atropos.demo.policies import CodeRecipe, program
 from recipe.atropos.environments.code import CodeEnv
 from recipe.atropos.environments.code_problems import generate, job, load_problems, read_problem
 from recipe.atropos.environments.sandbox.runner import Sandbox

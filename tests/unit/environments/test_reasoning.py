@@ -6,7 +6,7 @@ import random
 import pytest
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.demo.two_task_policy import SETTINGS, TASK, TwoTaskRecipe, sum_solution
+from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
 
 
