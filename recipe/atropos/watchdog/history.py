@@ -25,23 +25,6 @@ _LAST_STEPS, _REPORTS = 1000, 2000
 RECENT_ITEMS = 64  # of an environment, over which shares are computed
 _RATE_SECONDS = 60.0  # over which a server's finished requests are counted
 
-_KEYS = frozenset(
-    {
-        *("step", "time", "actor/lr", "actor/entropy", "actor/grad_norm", "response_length/min", "response_length/max"),
-        *("critic/score/min", "critic/score/max"),
-        *(f"atropos/{key}" for key in ("received", "rows", "groups", "policy_version", "zero_signal_share")),
-        *(f"atropos/{key}" for key in ("mean_score", "mean_raw_score", "rows_with/response_truncated")),
-        *("atropos/logprob_diff/mean", "atropos/logprob_diff/fresh_mean", "atropos/staleness/mean"),
-    }
-)
-_PREFIXES = (PREFIX, "atropos/dropped/")
-_OF_AN_ENVIRONMENT = ("/mean_raw_score", "/zero_signal_share", "/groups")
-
-
-def _is_read(key: str) -> bool:
-    """Whether a rule reads this metric."""
-    return key in _KEYS or key.startswith(_PREFIXES) or key.endswith(_OF_AN_ENVIRONMENT)
-
 
 def logprob_tolerance(given: float | None, dtype: str) -> float:
     """Return ``trainer.atropos.logprob_tolerance`` or, if it is null, the default for the served dtype."""
@@ -205,11 +188,11 @@ class History:
     gateway_silent: float | None = None  # since when it does not answer
     behind: float | None = None  # since when its version is not the trainer's
     undone: Mapping[str, Any] | None = None  # the newest step, when a restarted trainer pushed older weights
-    looked: float | None = None  # at the servers, last
+    polled: float | None = None  # at the servers, last
     joined: bool = False  # environments join: nothing but the API tells of them
     api: Mapping[str, Any] = field(default_factory=dict)  # what /diagnose said last
     api_time: float | None = None
-    queue_full: tuple[float, int] | None = None  # since when, and how many looks
+    queue_full: float | None = None  # since when
 
     @property
     def step(self) -> int | None:
@@ -227,15 +210,14 @@ class History:
     def environment(self, name: str) -> EnvironmentHistory:
         return self.environments.setdefault(name, EnvironmentHistory(name))
 
-    def add_step(self, line: Mapping[str, Any]) -> None:
+    def add_step(self, line: dict[str, Any]) -> None:
         """Add a line of ``metrics.jsonl``."""
-        kept = {key: value for key, value in line.items() if _is_read(key)}
-        while self.steps and self.steps[-1]["step"] >= kept["step"]:
+        while self.steps and self.steps[-1]["step"] >= line["step"]:
             self.steps.pop()
-        self.first = [step for step in self.first if step["step"] < kept["step"]]
+        self.first = [step for step in self.first if step["step"] < line["step"]]
         if len(self.first) < FIRST_STEPS:
-            self.first.append(kept)
-        self.steps.append(kept)
+            self.first.append(line)
+        self.steps.append(line)
 
     def add_report(self, name: str, line: Mapping[str, Any]) -> None:
         """Add a line of ``environments/NAME.jsonl``."""
@@ -247,13 +229,12 @@ class History:
         queue = state["queue"]
         if queue["tokens"] <= queue["tokens_limit"]:
             self.queue_full = None
-        else:
-            since, looks = self.queue_full or (now, 0)
-            self.queue_full = since, looks + 1
+        elif self.queue_full is None:
+            self.queue_full = now
 
     def add_gateway(self, status: Mapping[str, Any] | None, now: float) -> None:
         """Add the gateway's status; None: it did not answer."""
-        self.looked = now
+        self.polled = now
         if status is None:
             self.gateway_silent = now if self.gateway_silent is None else self.gateway_silent
             return
@@ -277,8 +258,8 @@ class History:
         """Note that the servers have released their memory to the trainer: nothing can be told from their silence, nor
         from that of environments, whose items wait for them. One that hangs is silent between such rests too.
         """
-        rested = 0.0 if self.looked is None else now - self.looked
-        self.behind, self.looked = None, now
+        rested = 0.0 if self.polled is None else now - self.polled
+        self.behind, self.polled = None, now
         for server in self.servers.values():
             server.since = now
             server.pulse.rest(now)

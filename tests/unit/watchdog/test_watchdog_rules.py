@@ -24,42 +24,61 @@ def change(demo, **values):
         line.update({key.replace("__", "/"): value for key, value in values.items()})
 
 
+def changed(name, **values):
+    """A fault: ``change``."""
+
+    def fault(demo):
+        change(demo, **values)
+
+    fault.__name__ = name
+    return fault
+
+
 def ends(demo, **counts):
-    """From T on no group is sent: for a minute, every 5 s so many items end otherwise."""
+    """From T on, for a minute, so many items more end every 5 s; without ``groups_sent`` no group is sent."""
     demo.cut(T, 70.0)
     for second in range(5, 65, 5):
         demo.report(T + second, **counts)
 
 
-def equal_scores(demo):
-    ends(demo, items=16, not_sent__equal_scores=16)
+def ending(name, **counts):
+    """A fault: ``ends``."""
+
+    def fault(demo):
+        ends(demo, **counts)
+
+    fault.__name__ = name
+    return fault
+
+
+equal_scores = ending("equal_scores", items=16, not_sent__equal_scores=16)
+environment_raises = ending("environment_raises", items=4, failed__ValueError=4, retried__ValueError=12)
+# Groups are sent all the same.
+environment_raises_half = ending(
+    "environment_raises_half", items=24, groups_sent=8, not_sent__equal_scores=2, failed__KeyError=14
+)
+too_long = ending("too_long", items=8, not_sent__too_long=7, not_sent__equal_scores=1)
+wrong_group_size = ending("wrong_group_size", items=8, not_sent__wrong_size=8)
+groups_refused = ending("groups_refused", items=8, not_sent__malformed=8)
+groups_refused_by_the_environment = ending("by_the_environment", items=16, not_sent__no_group=16)
+stale_samples = changed("stale_samples", atropos__received=512.0, atropos__dropped__stale=384.0)
+learning_rate_zero = changed("learning_rate_zero", actor__lr=0.0)
+all_rows_clipped = changed("all_rows_clipped", atropos__rows_with__response_truncated=126.0)
+clipped_by_the_environment = changed("by_the_environment", response_length__min=32, response_length__max=32)
+# A little more than a tenth of them.
+rows_too_long = changed(
+    "overlong",
+    atropos__received=200.0,
+    atropos__dropped__overlong_response=15.0,
+    atropos__dropped__overlong_prompt=6.0,
+)
+# The samples of step 1 were fresh, and agreed.
+off_policy_samples = changed("off_policy_samples", atropos__logprob_diff__mean=0.52, actor__lr=3e-4)
 
 
 def equal_groups_are_sent(demo):
     for line in late(demo):
         line.update({"atropos/zero_signal_share": 1.0, f"atropos/{ENV}/zero_signal_share": 1.0})
-
-
-def environment_raises(demo):
-    ends(demo, items=4, failed__ValueError=4, retried__ValueError=12)
-
-
-def environment_raises_half(demo):
-    """Groups are sent all the same."""
-    demo.cut(T, 70.0)
-    for second in range(5, 65, 5):
-        demo.report(T + second, items=24, groups_sent=8, not_sent__equal_scores=2, failed__KeyError=14)
-
-
-def too_long(demo):
-    ends(demo, items=8, not_sent__too_long=7, not_sent__equal_scores=1)
-
-
-def rows_too_long(demo):
-    """A little more than a tenth of them."""
-    change(
-        demo, atropos__received=200.0, atropos__dropped__overlong_response=15.0, atropos__dropped__overlong_prompt=6.0
-    )
 
 
 def policy_broken(demo):
@@ -75,18 +94,6 @@ def policy_broken_and_trained_on(demo):
         line.update({"atropos/logprob_diff/mean": 0.0, "atropos/logprob_diff/fresh_mean": 0.0})
     late(demo)[0]["actor/entropy"] = 4.0
     demo.cut(late(demo)[7]["time"], 0.0)
-
-
-def wrong_group_size(demo):
-    ends(demo, items=8, not_sent__wrong_size=8)
-
-
-def groups_refused(demo):
-    ends(demo, items=8, not_sent__malformed=8)
-
-
-def groups_refused_by_the_environment(demo):
-    ends(demo, items=16, not_sent__no_group=16)
 
 
 def environment_hangs(demo):
@@ -168,16 +175,8 @@ def queue_full(demo):
     demo.api = lambda now: healthy(now) | (full if now > T else {})
 
 
-def stale_samples(demo):
-    change(demo, atropos__received=512.0, atropos__dropped__stale=384.0)
-
-
 def step_alarm(name, value, **values):
-    def fault(demo):
-        change(demo, **{PREFIX.replace("/", "__") + name: value}, **values)
-
-    fault.__name__ = name
-    return fault
+    return changed(name, **{PREFIX.replace("/", "__") + name: value}, **values)
 
 
 def logprob_difference_of_fresh_samples(demo):
@@ -188,23 +187,6 @@ def logprob_difference_without_fresh_samples(demo):
     for line in demo.steps:
         line.pop("atropos/logprob_diff/fresh_mean", None)
     change(demo, atropos__logprob_diff__mean=0.4)
-
-
-def off_policy_samples(demo):
-    """The samples of step 1 were fresh, and agreed."""
-    change(demo, atropos__logprob_diff__mean=0.52, actor__lr=3e-4)
-
-
-def learning_rate_zero(demo):
-    change(demo, actor__lr=0.0)
-
-
-def all_rows_clipped(demo):
-    change(demo, atropos__rows_with__response_truncated=126.0)
-
-
-def all_rows_clipped_by_the_environment(demo):
-    change(demo, response_length__min=32, response_length__max=32)
 
 
 def score(demo, line, value):
@@ -267,7 +249,7 @@ FAULTS = [
     (off_policy_samples, "off_policy_samples"),
     (learning_rate_zero, "learning_rate_zero"),
     (all_rows_clipped, "all_rows_clipped"),
-    (all_rows_clipped_by_the_environment, "all_rows_clipped"),
+    (clipped_by_the_environment, "all_rows_clipped"),
     (reward_flat, "reward_flat"),
     (reward_collapsed, "reward_collapsed"),
     (entropy_collapsed, "entropy_collapsed"),
@@ -305,7 +287,7 @@ def stale_after_two_good_steps(demo):
     [
         *(equal_groups_are_sent, stale_samples, stale_after_two_good_steps, rows_too_long),
         *(off_policy_samples, logprob_difference_without_fresh_samples, learning_rate_zero),
-        *(all_rows_clipped, all_rows_clipped_by_the_environment),
+        *(all_rows_clipped, clipped_by_the_environment),
         *(step_alarm("unknown_sampling", 3.0), reward_collapsed, entropy_collapsed),
     ],
 )

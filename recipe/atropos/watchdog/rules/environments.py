@@ -124,7 +124,7 @@ def environment_findings(history: History, now: float) -> Iterator[Finding]:
 def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
     if environment.abandoned:
         since, step, _ = environment.at_last_group or (now, history.step, None)
-        text = f"{environment.abandoned}{_see(environment)}"
+        text = f"{environment.abandoned}{_log_hint(environment)}"
         yield Finding("environment_silent", text, since, step, environment.name)
         return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
@@ -147,7 +147,7 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
     new = environment.counts - counts
     if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= new["items"]:
         text = f"no group; {new['raised']} of {new['items']} items raised: {_names(new, 'failed:')}"
-        yield Finding("environment_raises", text + _see(environment), since, step, environment.name)
+        yield Finding("environment_raises", text + _log_hint(environment), since, step, environment.name)
         return
     causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
     lost, name = sum(new[each] for each in causes), max(causes, key=lambda each: new[each])
@@ -159,7 +159,7 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
             text += f"; mean score {environment.score:.3g}"
         if cause == "equal_scores" and counts["items"]:
             text += f"; before, {counts['sent']} of {counts['items']} items gave a group"
-        yield Finding(cause, text + _see(environment), since, step, environment.name)
+        yield Finding(cause, text + _log_hint(environment), since, step, environment.name)
 
 
 def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
@@ -175,7 +175,7 @@ def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
             what = _names(new, "failed:") if name == "raised" else _OF_COUNT[name]
             verb = "raised:" if name == "raised" else "were not sent:"
             text = f"{new[name]} of the last {new['items']} items {verb} {what}"
-            yield Finding(_OF_COUNT[name], text + _see(environment), since, step, environment.name)
+            yield Finding(_OF_COUNT[name], text + _log_hint(environment), since, step, environment.name)
 
 
 def _silent(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
@@ -184,7 +184,9 @@ def _silent(history: History, environment: EnvironmentHistory, now: float) -> It
     if (unseen := line.get("seen_seconds_ago", 0.0)) > history.limits.silent_after:
         since = (history.api_time or now) - unseen
         text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
-        yield Finding("environment_silent", text + _see(environment), since, history.step_at(since), environment.name)
+        yield Finding(
+            "environment_silent", text + _log_hint(environment), since, history.step_at(since), environment.name
+        )
         return
     pulse = environment.pulse
     if pulse is None or environment.in_flight == 0 or not history.sampling(now):
@@ -193,7 +195,9 @@ def _silent(history: History, environment: EnvironmentHistory, now: float) -> It
         usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
         text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
         since = pulse.last
-        yield Finding("environment_silent", text + _see(environment), since, history.step_at(since), environment.name)
+        yield Finding(
+            "environment_silent", text + _log_hint(environment), since, history.step_at(since), environment.name
+        )
 
 
 def _all_gone(history: History, now: float) -> Iterator[Finding]:
@@ -234,5 +238,5 @@ def _names(counts: Counter[str], *prefixes: str) -> str:
     return ", ".join(f"{name.partition(':')[2]} ({n})" for n, name in sorted(found, reverse=True)[:4])
 
 
-def _see(environment: EnvironmentHistory) -> str:
+def _log_hint(environment: EnvironmentHistory) -> str:
     return f"; see {environment.log}" if environment.log else ""

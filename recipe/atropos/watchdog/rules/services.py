@@ -8,7 +8,8 @@ from recipe.atropos.watchdog.registry import RESPONSE, STALENESS, Finding, InSte
 
 EMPTY_BATCHES = 3  # in a row; one or two may be chance
 
-_QUEUE_LOOKS, _QUEUE_SECONDS = 3, 15.0  # a queue that is full between two batches empties with the next one
+_QUEUE_SECONDS = 15.0  # a queue that is full between two batches empties with the next one
+_SLOW_POLLS = 3  # of the gateway, at least
 _SLOW = 0.25  # of the other servers' requests per second: the gateway gives each as many as it finishes
 _SLOW_REQUESTS = 40  # by the others, so that chance does not decide
 _WATCHED = 0.9  # of the minute, for which it must have been busy
@@ -29,12 +30,11 @@ _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a serv
     chart="queue",
 )
 def _queue_full(history: History, now: float) -> Iterator[Finding]:
-    if history.queue_full is not None:
-        since, looks = history.queue_full
-        if looks >= _QUEUE_LOOKS and now - since >= _QUEUE_SECONDS:
-            queue = history.api["queue"]
-            text = f"{queue['tokens']:,} tokens in {queue['groups']:,} groups are queued, of {queue['tokens_limit']:,}"
-            yield Finding("queue_full", text, since, history.step_at(since))
+    since = history.queue_full
+    if since is not None and now - since >= _QUEUE_SECONDS:
+        queue = history.api["queue"]
+        text = f"{queue['tokens']:,} tokens in {queue['groups']:,} groups are queued, of {queue['tokens_limit']:,}"
+        yield Finding("queue_full", text, since, history.step_at(since))
 
 
 @alarm(
@@ -127,16 +127,18 @@ def _servers(history: History, now: float) -> Iterator[Finding]:
 def _slow(history: History) -> Iterator[Finding]:
     admitted = [server for server in history.servers.values() if server.state == "admitted" and server.finished]
     for server in admitted:
-        others = [_finished(other) for other in admitted if other is not server]
+        others = [_finished_requests(other) for other in admitted if other is not server]
         busy = sum(busy for _, _, busy in server.finished)
-        if not others or busy < _WATCHED * len(server.finished) or len(server.finished) < _QUEUE_LOOKS:
+        if not others or busy < _WATCHED * len(server.finished) or len(server.finished) < _SLOW_POLLS:
             continue
         mean = sum(others) / len(others)
-        if mean >= _SLOW_REQUESTS and _finished(server) < _SLOW * mean:
-            text = f"{server.url} finished {_finished(server)} requests in a minute, the others {mean:.0f} each"
+        if mean >= _SLOW_REQUESTS and _finished_requests(server) < _SLOW * mean:
+            text = (
+                f"{server.url} finished {_finished_requests(server)} requests in a minute, the others {mean:.0f} each"
+            )
             since = server.finished[0][0]
             yield Finding("server_unhealthy", text, since, history.step_at(since))
 
 
-def _finished(server: ServerHistory) -> int:
+def _finished_requests(server: ServerHistory) -> int:
     return server.finished[-1][1] - server.finished[0][1]

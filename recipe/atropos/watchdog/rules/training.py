@@ -79,6 +79,15 @@ def _onset(
     return onset
 
 
+def _lasting(
+    history: History, n: int, bad: Callable[[dict[str, Any]], bool]
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Yield the newest ``n`` steps and the first bad step, as `_onset` does, if each of them is bad."""
+    steps = history.recent(n)
+    if steps and all(map(bad, steps)):
+        yield steps, _onset(history, steps, bad)
+
+
 @alarm(
     "other_temperature",
     means=(
@@ -203,14 +212,15 @@ def _fresh_differ(step: dict[str, Any]) -> bool:
 )
 def _gap(history: History, now: float) -> Iterator[Finding]:
     """Where fresh samples agree, older ones differ by the updates since; where none is fresh, that cannot be told."""
-    steps, fresh = history.recent(_GAP_STEPS), _with_fresh_samples(history)[-1:]
-    gaps, ages, rates = (_values(steps, key) for key in (_DIFFERENCE, "atropos/staleness/mean", "actor/lr"))
-    if steps and len(gaps) == len(steps) and min(gaps) > _GAP and not any(map(_fresh_differ, fresh)):
+    for steps, onset in _lasting(history, _GAP_STEPS, lambda step: (step.get(_DIFFERENCE) or 0.0) > _GAP):
+        fresh = _with_fresh_samples(history)[-1:]
+        if any(map(_fresh_differ, fresh)):
+            return
+        gaps, ages, rates = (_values(steps, key) for key in (_DIFFERENCE, "atropos/staleness/mean", "actor/lr"))
         age = f", of samples {np.mean(ages):.1f} updates old" if ages else ""
         age += f" at actor/lr={rates[-1]:.2g}" if rates else ""
         text = f"{np.mean(gaps):.2g} nats in the mean over the last {len(steps)} steps{age}, above {_GAP:g}; "
         text += f"fresh samples agree (step {fresh[0]['step']})" if fresh else "no sample was fresh"
-        onset = _onset(history, steps, lambda step: (step.get(_DIFFERENCE) or 0.0) > _GAP)
         yield _finding("off_policy_samples" if fresh else "logprob_difference", text, onset)
 
 
@@ -280,12 +290,10 @@ def _samples(history: History, now: float) -> Iterator[Finding]:
             told = ", ".join(f"{reason} {n:.0f}" for reason, n in dropped.items() if n)
             text = f"{total:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: {told}"
             yield _finding(name, text, _onset(history, steps, partial(lost, reasons=reasons, share=share)))
-    steps = history.recent(_OLD_STEPS)
-    ages = _values(steps, "atropos/staleness/mean")
-    old = _OLD + limits.push_every - 1
-    if limits.max_staleness is None and ages and min(ages) >= old:
-        text = f"samples are {np.mean(ages):.1f} updates old in the mean over the last {len(steps)} steps"
-        onset = _onset(history, steps, lambda step: (step.get("atropos/staleness/mean") or 0.0) >= old)
+    old = _OLD + limits.push_every - 1 if limits.max_staleness is None else math.inf
+    for steps, onset in _lasting(history, _OLD_STEPS, lambda step: (step.get("atropos/staleness/mean") or 0.0) >= old):
+        age = np.mean(_values(steps, "atropos/staleness/mean"))
+        text = f"samples are {age:.1f} updates old in the mean over the last {len(steps)} steps"
         yield _finding("stale_samples", text, onset)
 
 
@@ -312,13 +320,12 @@ def _clipped(history: History, now: float) -> Iterator[Finding]:
         onset = _onset(history, steps, lambda step: step.get(key, 0) >= _CLIPPED * step.get("atropos/rows", math.inf))
         yield _finding("all_rows_clipped", text, onset)
         return
-    steps = history.recent(_EQUAL_STEPS)
-    lengths = {*_values(steps, "response_length/min"), *_values(steps, "response_length/max")}
-    if len(lengths) == 1 and min(lengths) >= _EQUAL_TOKENS:
-        text = f"every response of the last {len(steps)} steps has exactly {min(lengths):.0f} tokens"
-        ends = ("response_length/min", "response_length/max")
-        onset = _onset(history, steps, lambda step: {step.get(key) for key in ends} == lengths)
-        yield _finding("all_rows_clipped", text, onset)
+    ends = ("response_length/min", "response_length/max")
+    [length] = _values(history.recent(1), ends[0]) or [0.0]
+    for steps, onset in _lasting(history, _EQUAL_STEPS, lambda step: {step.get(key) for key in ends} == {length}):
+        if length >= _EQUAL_TOKENS:
+            text = f"every response of the last {len(steps)} steps has exactly {length:.0f} tokens"
+            yield _finding("all_rows_clipped", text, onset)
 
 
 @alarm(
@@ -329,10 +336,7 @@ def _clipped(history: History, now: float) -> Iterator[Finding]:
     chart="lr",
 )
 def _learning_rate(history: History, now: float) -> Iterator[Finding]:
-    steps = history.recent(_LR_STEPS)
-    rates = _values(steps, "actor/lr")
-    if rates and len(rates) == len(steps) and max(rates) == 0.0:
-        onset = _onset(history, steps, lambda step: step.get("actor/lr") == 0.0)
+    for steps, onset in _lasting(history, _LR_STEPS, lambda step: step.get("actor/lr") == 0.0):
         yield _finding("learning_rate_zero", f"actor/lr=0 in the last {len(steps)} steps", onset)
 
 
@@ -434,18 +438,19 @@ def _flat(
     cause=150,
 )
 def _entropy(history: History, now: float) -> Iterator[Finding]:
-    steps = history.recent(_ENTROPY_STEPS)
     before = _values(history.first[:_ENTROPY_FIRST], "actor/entropy")
-    newest = _values(steps, "actor/entropy")
-    if len(before) < _ENTROPY_FIRST or len(newest) < _ENTROPY_STEPS or history.first[_ENTROPY_FIRST - 1] in steps:
+    if len(before) < _ENTROPY_FIRST or history.first[_ENTROPY_FIRST - 1] in history.recent(_ENTROPY_STEPS):
         return
     start = float(np.mean(before))
-    if max(newest) < _ENTROPY * start and not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
-        text = f"actor/entropy {np.mean(newest):.2g} nats over the last {len(newest)} steps, {start:.2g} over the first"
-        onset = _onset(
-            history, steps, lambda step: (_values([step], "actor/entropy") or [math.inf])[0] < _ENTROPY * start
-        )
-        yield _finding("entropy_collapsed", text, onset)
+
+    def low(step: dict[str, Any]) -> bool:
+        return (_values([step], "actor/entropy") or [math.inf])[0] < _ENTROPY * start
+
+    for steps, onset in _lasting(history, _ENTROPY_STEPS, low):
+        if not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
+            entropy = np.mean(_values(steps, "actor/entropy"))
+            text = f"actor/entropy {entropy:.2g} nats over the last {len(steps)} steps, {start:.2g} over the first"
+            yield _finding("entropy_collapsed", text, onset)
 
 
 # ---------------------------------------------------------------- numbers
