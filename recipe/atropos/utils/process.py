@@ -38,7 +38,7 @@ RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
 """Environment variable that marks a service's processes: the ids of the services that they belong to, outermost first,
 joined by ":". A service started by a service carries both marks, so stopping the outer one ends the inner one too."""
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.2
 _KILL_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0  # by which a process's start time may differ later: the clock may have been set since
 _TAIL_LINES, _TAIL_COLUMNS = 20, 300
@@ -124,7 +124,6 @@ class Service:
     log_start: int = 0
     """Size of the log file when this process was started: what precedes it is from an earlier process."""
     _started: float = field(default=0.0, repr=False)
-    _stopped: bool = field(default=False, repr=False)
 
     def poll(self) -> int | None:
         """Return the leading process's exit code (negative: the signal), or None while any process runs."""
@@ -163,10 +162,10 @@ class Service:
     def members(self) -> list[psutil.Process]:
         """Return every living process of this service that its session or its mark shows; not the outer guardian."""
         others = (p for p in psutil.process_iter() if p.pid not in (os.getpid(), self.process.pid))
-        return [process for process in others if self._marked(process) and _alive(process)]
+        return [process for process in others if self._marked(process)]
 
     def _marked(self, process: psutil.Process) -> bool:
-        """Return whether a process has this service's mark, or its session.
+        """Return whether a process is no zombie, and has this service's mark or its session.
 
         The session counts because programs that rename themselves (SGLang's scheduler, Ray's workers) overwrite the
         memory in which the system shows their environment. Once the leader is reaped, its pid can be reused only when
@@ -174,8 +173,8 @@ class Service:
         """
         session_ended = self.process.returncode is not None and psutil.pid_exists(self.pid)
         try:
-            if process.create_time() < self._started - 1:  # clock ticks, rounded
-                return False
+            if process.create_time() < self._started - 1 or process.status() == psutil.STATUS_ZOMBIE:
+                return False  # clock ticks are rounded
             if os.getsid(process.pid) == self.pid and not session_ended:
                 return True
             return self.run_id in process.environ().get(RUN_ID_VARIABLE, "").split(":")
@@ -191,7 +190,7 @@ class Service:
         Raises:
             ServiceFailed: a process survived SIGKILL (it hangs in the kernel).
         """
-        if self._stopped:
+        if self.control.fileno() == -1:  # it is closed: stopped before
             return
         self.process.send_signal(signal.SIGCONT)  # a guardian that was stopped (SIGSTOP) would end nothing
         with contextlib.suppress(OSError):  # it has ended
@@ -201,18 +200,16 @@ class Service:
         with contextlib.suppress(OSError):  # it was killed, and the inner one still ends the service
             self.control.settimeout(grace + 2 * _KILL_SECONDS)
             self.control.recv(1)  # nothing, once neither of them holds the socket
-        if rest := self.members():  # both were killed
-            _signal(rest, signal.SIGTERM)
-            _wait_for(lambda: not any(map(_alive, rest)), time.monotonic() + grace)
-        deadline = time.monotonic() + _KILL_SECONDS
-        while (rest := self.members()) and time.monotonic() < deadline:
-            _signal(rest, signal.SIGKILL)
-            _wait_for(lambda rest=rest: not any(map(_alive, rest)), time.monotonic() + 1.0)
+        _signal(self.members(), signal.SIGTERM)  # there are some if both were killed
+        kill = time.monotonic() + grace
+        while (rest := self.members()) and time.monotonic() < kill + _KILL_SECONDS:
+            if time.monotonic() >= kill:
+                _signal(rest, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
         if rest:
             raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
         self.control.close()
         unstopped[:] = [service for service in unstopped if service is not self]
-        self._stopped = True
 
 
 unstopped: list[Service] = []
@@ -366,20 +363,7 @@ def process_lives(pid: int, started: float) -> bool:
     return found is not None and abs(found - started) < _CLOCK_SECONDS
 
 
-def _alive(process: psutil.Process) -> bool:
-    """Return whether it still runs; a zombie does not, and neither does a later process with the same pid."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-
-
-def _wait_for(done: Callable[[], bool], deadline: float) -> None:
-    while not done() and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
