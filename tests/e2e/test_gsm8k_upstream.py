@@ -4,6 +4,7 @@ and always one of its shape. The server is a real one, of a policy that is right
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -127,3 +128,22 @@ def test_gsm8k_upstream_refuses_another_tokenizer(data, model, model_path, serve
     expected = f"error: {flag}={other} is not the tokenizer of the policy at {server_url}, which is {model_path}: "
     assert status == 1 and output.splitlines()[-1].startswith(expected), output
     assert output.endswith(f"give {flag}={model_path}\n")
+
+
+def test_gsm8k_checkout_or_data_that_is_missing_is_named(tmp_path):
+    """Before anything is started."""
+    checkout, data = make_checkout(tmp_path / "checkout"), write_problems(tmp_path / "data")
+    (tmp_path / "half").mkdir()
+    shutil.copy(data / "train.jsonl", tmp_path / "half")
+    (tmp_path / "odd").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "odd" / f"{split}.jsonl").write_text('{"question": "?"}\n')
+    for flags, expected in (
+        ([], "no checkout of Atropos is on PYTHONPATH"),
+        (["--atropos-dir", "/nowhere"], "--atropos-dir /nowhere: no checkout of Atropos"),
+        (["--atropos-dir", str(checkout), "--data-dir=/nowhere"], "dataset '/nowhere': no /nowhere/train.jsonl"),
+        (["--atropos-dir", str(checkout), "--data-dir", "half"], "half/test.jsonl"),
+        (["--atropos-dir", str(checkout), "--data-dir", "odd"], "odd/train.jsonl line 1 has no text under 'answer'"),
+    ):
+        status, output = run_adapter(tmp_path, "serve", *flags, module=MODULE)
+        assert status == 2 and expected in output and "Traceback" not in output, output
