@@ -33,7 +33,7 @@ from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, decide_device, platform_variables, visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
-from recipe.atropos.utils.importing import without_collections
+from recipe.atropos.utils.importing import gc_disabled
 from recipe.atropos.verl_ext.attention import set_attention
 
 
@@ -49,7 +49,7 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
             folder that another process holds, a full disk.
     """
     os.environ |= platform_variables(config)  # before verl is imported
-    with without_collections():
+    with gc_disabled():
         from recipe.atropos.verl_ext.driver import validate_config
         from recipe.atropos.verl_ext.ranks import need_reference_policy
 
@@ -83,7 +83,7 @@ def fill_in(config: DictConfig) -> None:
 
 
 def _train(config: DictConfig) -> None:
-    with without_collections():
+    with gc_disabled():
         import ray
 
         from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer

@@ -47,21 +47,18 @@ def read_problem(row: dict[str, Any], where: str, shown_tests: int = 1) -> Probl
     Raises:
         ConfigurationError: the row is in neither format; ``where`` is in the message.
     """
+    humaneval = {"prompt", "entry_point", "test"} <= row.keys()
+    if not humaneval and not ({"code", "test_list"} <= row.keys() and row.keys() & {"text", "prompt"}):
+        raise ConfigurationError(
+            f"{where}: the fields are {', '.join(map(str, row))}; rows of HumanEval have prompt, entry_point and test, "
+            "of MBPP text (or prompt), code and test_list"
+        )
     try:
-        problem = None
-        if {"prompt", "entry_point", "test"} <= row.keys():
-            problem = _humaneval(row, where)
-        elif {"code", "test_list"} <= row.keys() and row.keys() & {"text", "prompt"}:
-            problem = _mbpp(row, where, shown_tests)
-        if problem is not None:
-            ast.parse(f"{problem['setup']}\n{problem['tests']}")
-            return problem
+        problem = _humaneval(row, where) if humaneval else _mbpp(row, where, shown_tests)
+        ast.parse(f"{problem['setup']}\n{problem['tests']}")
     except (SyntaxError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{where}: a field cannot be read: {error}; correct the row") from error
-    raise ConfigurationError(
-        f"{where}: the fields are {', '.join(map(str, row))}; rows of HumanEval have prompt, entry_point and test, "
-        "of MBPP text (or prompt), code and test_list"
-    )
+    return problem
 
 
 def _humaneval(row: dict[str, Any], where: str) -> Problem:

@@ -22,7 +22,7 @@ from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.memory_saver import check_saver, packages_of, saver_variables
 from recipe.atropos.utils import private_process
-from recipe.atropos.utils.gpus import nccl_variables, visible_gpus, without_gpus
+from recipe.atropos.utils.gpus import WITHOUT_GPUS, nccl_variables, visible_gpus
 from recipe.atropos.utils.machine import versions_in
 from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
@@ -206,7 +206,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "THP_MEM_ALLOC_ENABLE": "1",
             "MALLOC_MMAP_THRESHOLD_": str(_KEPT_BYTES),
             "MALLOC_TRIM_THRESHOLD_": str(_KEPT_BYTES),
-            **without_gpus(),
+            **WITHOUT_GPUS,
             **_END_ON_SIGTERM,
         }
         if launch.gpus > 1:  # else SGLang refuses more ranks than this machine has NUMA nodes

@@ -1,8 +1,8 @@
 """Run any unmodified Atropos environment: ``python -m recipe.atropos.utils.env_adapter``; see ``adapter/cli.py``."""
 
-from recipe.atropos.utils.importing import without_collections
+from recipe.atropos.utils.importing import gc_disabled
 
-with without_collections():
+with gc_disabled():
     from recipe.atropos.adapter.cli import CHECK, adapt, main, run
     from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 

@@ -26,6 +26,9 @@ PLATFORM_VARIABLE = "VERL_PLATFORM"
 BUCKET_MEGABYTES = {"cuda": 2048, "cpu": 512}
 """Size of weight buckets if ``update_weights_bucket_megabytes`` is null; a 32B model is 32 buckets of 2 GiB."""
 
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+"""Environment of a process that must not see any GPU."""
+
 _PLATFORMS = {"cuda": "nvidia", "cpu": "cpu"}
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's current name and its former one
 _SMI_FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")  # where verl looks too
@@ -102,7 +105,7 @@ def platform_variables(config: DictConfig) -> dict[str, str]:
     A VERL_PLATFORM that the user has set stays, if it is of the decided device.
     """
     device, platform = config.trainer.device, os.environ.get(PLATFORM_VARIABLE)
-    own = without_gpus() if device == "cpu" else nccl_variables()
+    own = WITHOUT_GPUS if device == "cpu" else nccl_variables()
     is_of_device = platform and (platform == "cpu") == (device == "cpu")
     return {PLATFORM_VARIABLE: platform if is_of_device else _PLATFORMS[device], **own}
 
@@ -119,11 +122,6 @@ def nccl_variables() -> dict[str, str]:
     SGLang sets both variables to "0" if they are unset, verl sets neither; the user's values apply to both sides.
     """
     return {name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
-
-
-def without_gpus() -> dict[str, str]:
-    """Return the environment of a process that must not see any GPU."""
-    return {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:

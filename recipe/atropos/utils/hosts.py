@@ -13,8 +13,11 @@ import psutil
 def is_this_host(url: str) -> bool:
     """Return whether the host of ``url`` is a loopback address or an address of this machine."""
     own = {address.address.partition("%")[0] for nic in psutil.net_if_addrs().values() for address in nic}
-    addresses = _addresses(url)
-    return bool(addresses) and all(a in own or ipaddress.ip_address(a).is_loopback for a in addresses)
+    try:
+        addresses = {info[4][0].partition("%")[0] for info in socket.getaddrinfo(urlsplit(url).hostname, None)}
+    except OSError:
+        return False
+    return all(address in own or ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def reachable(host: str) -> str:
@@ -62,10 +65,3 @@ def joins_cluster(ray_init: Mapping[str, Any]) -> bool:
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS") or address
     return address not in (None, "local")
-
-
-def _addresses(url: str) -> set[str]:
-    try:
-        return {info[4][0].partition("%")[0] for info in socket.getaddrinfo(urlsplit(url).hostname, None)}
-    except OSError:
-        return set()

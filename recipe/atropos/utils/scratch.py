@@ -82,14 +82,11 @@ class Scratch:
         """Return a new path for shared memory of this run; a process's first call removes what killed ones left."""
         number = next(_segments)
         if number == 0:
-            self._remove_of_killed()
+            for path in list(_SHARED_MEMORY.glob(f"{self.folder.name}-*")):
+                segment = _SEGMENT.fullmatch(path.name)
+                if segment and not psutil.pid_exists(int(segment["pid"])):
+                    path.unlink(missing_ok=True)
         return _SHARED_MEMORY / f"{self.folder.name}-{os.getpid()}-{number}"
-
-    def _remove_of_killed(self) -> None:
-        for path in list(_SHARED_MEMORY.glob(f"{self.folder.name}-*")):
-            segment = _SEGMENT.fullmatch(path.name)
-            if segment and not psutil.pid_exists(int(segment["pid"])):
-                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove all of it, in the owner only; the run's processes must have ended."""

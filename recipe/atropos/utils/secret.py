@@ -65,11 +65,6 @@ def hidden_settings(settings: Any) -> list[list[Any]]:
     return found
 
 
-def holds_secret(settings: Any) -> bool:
-    """Return whether ``without_secrets`` hides anything in it."""
-    return bool(hidden_settings(settings))
-
-
 def check_not_hidden(settings: Any) -> None:
     """Raise ConfigurationError if a secret is the placeholder of a file that was written without secrets."""
     for place, value in hidden_settings(settings):
@@ -129,7 +124,7 @@ def read_config_yaml(path: str | Path) -> DictConfig:
 
 def split_secret_flags(flags: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the flags for the command line, and the secret ones."""
-    public = {name: value for name, value in flags.items() if not holds_secret({name: value})}
+    public = {name: value for name, value in flags.items() if not hidden_settings({name: value})}
     return public, {name: value for name, value in flags.items() if name not in public}
 
 

@@ -24,7 +24,7 @@ from recipe.atropos.utils.secret import (
     API_KEY_VARIABLE,
     config_yaml,
     environments_key,
-    holds_secret,
+    hidden_settings,
     is_secret,
     public_config,
     without_secrets,
@@ -127,8 +127,8 @@ def test_secret_inside_of_a_value_is_hidden(override, tmp_path):
 
 def test_secret_that_is_no_value_is_shown():
     settings = {"api_key": None, "hf_token": "", "secret": False, "password": "${oc.env:PASSWORD}", "a": [{"b": 1}]}
-    assert without_secrets(settings) == settings and not holds_secret(settings)
-    assert holds_secret({"api_key": "${oc.env:KEY,literal}"})
+    assert without_secrets(settings) == settings and not hidden_settings(settings)
+    assert hidden_settings({"api_key": "${oc.env:KEY,literal}"})
 
 
 def trainer_of(overrides, folder, monkeypatch):

@@ -128,8 +128,7 @@ class Sandbox:
                 worker = _Worker(self.isolation, self.limits)
             return worker.check(job)
         except SandboxError:
-            if worker is not None:
-                worker.close()
+            worker.close()
             worker = None
             raise
         finally:
@@ -173,16 +172,13 @@ class _Worker:
             self._process.stdin.flush()
         except OSError as error:
             raise SandboxError(f"a worker of the sandbox ended: {error}") from error
-        return Verdict(**self._line(self._seconds))
-
-    def _line(self, seconds: float) -> dict[str, Any]:
-        watch = threading.Timer(seconds, self._process.kill)
+        watch = threading.Timer(self._seconds, self._process.kill)
         watch.start()
         line = self._process.stdout.readline()
         watch.cancel()
         if not line:
             raise SandboxError(f"a worker of the sandbox ended with status {self._process.wait()}")
-        return json.loads(line)
+        return Verdict(**json.loads(line))
 
     def close(self) -> None:
         self._process.kill()
