@@ -2,21 +2,19 @@
 
 import asyncio
 import operator
+import random
 import re
 import time
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
-from atroposlib.envs.base import APIServerConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
-from recipe.atropos.demo.small_policy import make_small_policy
-from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, tool_answers
+from recipe.atropos.environments.calculator import CalculatorEnv, tool_answers
 from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate
-from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer, split_of
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
 
 # ---------------------------------------------------------------------- the tool
 
@@ -144,17 +142,7 @@ def test_problems_of_several_steps_are_right():
     assert lengths == {2, 3}
 
 
-def test_problems_of_several_steps_are_in_one_split():
-    """No seed makes the splits share a problem."""
-    test = {row["question"] for seed in range(3) for row in generate("test", 300, seed, SYNTHETIC_STEPS)}
-    train = {row["question"] for seed in range(3) for row in generate("train", 3000, seed, SYNTHETIC_STEPS)}
-    assert len(test) > 850 and not test & train
-    assert {split_of(text) for text in test} == {"test"} and {split_of(text) for text in train} == {"train"}
-
-
 def demonstrations(**flaws):
-    import random
-
     recipe = CalculatorRecipe(**{"forgotten_call": 0.0, "miscopied": 0.0, "malformed": 0.0, **flaws})
     rows = generate("train", 200, 0, SYNTHETIC_STEPS)
     return [(row, demonstration(row, random.Random(0), recipe)) for row in rows]
@@ -180,23 +168,10 @@ def test_each_flaw_is_what_it_is_called(flaw):
 # ---------------------------------------------------------------------- the environment
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("policy")
-    make_small_policy(path, recipe=CalculatorRecipe(steps=1, problems=200, batch_size=4))
-    return str(path)
-
-
 @pytest.fixture
-def env(folder):
+def env(make_env):
     sizes = {"group_size": 2, "max_token_length": 200, "train_size": 20, "eval_size": 20}
-    config = CalculatorEnvConfig(tokenizer_name=folder, use_wandb=False, dataset_name=SYNTHETIC_STEPS, **sizes)
-    server = APIServerConfig(
-        model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
-    )
-    env = CalculatorEnv(config, [server])
-    asyncio.run(env.setup())
-    return env
+    return make_env(CalculatorEnv, dataset_name=SYNTHETIC_STEPS, **sizes)
 
 
 def test_calculator_environment_tells_the_policy_of_its_tool(env):
@@ -208,25 +183,14 @@ def test_calculator_environment_tells_the_policy_of_its_tool(env):
     assert user == {"role": "user", "content": env.train[0]["question"]}
 
 
-def node(env, *turns):
-    """What the managed server returns for a conversation: each turn, and 3 tokens of the tool before the next."""
-    tokens, masks = [5] * 10, [-100] * 10
-    for number, text in enumerate(turns):
-        said = env.tokenizer.encode(text) + [env.tokenizer.eos_token_id]
-        tool = [6] * 3 if number + 1 < len(turns) else []
-        tokens += said + tool
-        masks += said + [-100] * len(tool)
-    return SimpleNamespace(tokens=tokens, masked_tokens=masks, logprobs=[1.0 if m == -100 else -0.5 for m in masks])
-
-
-def test_only_what_the_last_turn_boxes_counts(env):
+def test_only_what_the_last_turn_boxes_counts(env, node):
     nodes = [node(env, r"\boxed{7} <call>1+1</call>", "two"), node(env, "<call>1+1</call>", r"\boxed{7}")]
     group = asyncio.run(env.score({"question": "?", "answer": "#### 7"}, nodes))
     assert group["scores"] == [-1.0, 1.0]
     assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
 
 
-def test_calculator_turns_share_the_room_for_tokens(env):
+def test_calculator_turns_share_the_room_for_tokens(env, node):
     """Tokens that a policy spends beyond the usual shorten its later turns."""
     said = "<call>1+1</call>"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import re
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -173,14 +172,7 @@ def env(model_path):
     env.sandbox.close()
 
 
-def node(env, text):
-    answer = env.tokenizer.encode(text)
-    return SimpleNamespace(
-        tokens=[5] * 9 + answer, masked_tokens=[-100] * 9 + answer, logprobs=[-0.5] * (9 + len(answer))
-    )
-
-
-def test_code_environment_scores_by_tests_and_counts_why(env, caplog):
+def test_code_environment_scores_by_tests_and_counts_why(env, node):
     item = asyncio.run(env.get_next_item())
     texts = [item["gold"], "def", item["gold"].replace("return", "return None #")]
     nodes = [node(env, text) for text in texts]

@@ -55,26 +55,14 @@ def test_code_environment_right_passes_and_wrong_fails(sandbox):
 
 
 HOSTILE = {
-    "fork bomb": (
-        ("import os\ndef f():\n    while True: os.fork()"),
-        {"raised"},
-    ),
+    "fork bomb": ("import os\ndef f():\n    while True: os.fork()", {"raised"}),
     "threads without end": (
-        ("import threading, time\ndef f():\n    while True: threading.Thread(target=time.sleep, args=(99,)).start()"),
+        "import threading, time\ndef f():\n    while True: threading.Thread(target=time.sleep, args=(99,)).start()",
         {"raised"},
     ),
-    "memory bomb": (
-        ("def f():\n    x = []\n    while True: x.append(bytearray(1 << 24))"),
-        {"ended", "raised"},
-    ),
-    "endless answer": (
-        "def f(): return 'x' * (1 << 24)",
-        {"ended", "raised", "unreadable"},
-    ),
-    "deep answer": (
-        ("def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x"),
-        {"raised"},
-    ),
+    "memory bomb": ("def f():\n    x = []\n    while True: x.append(bytearray(1 << 24))", {"ended", "raised"}),
+    "endless answer": ("def f(): return 'x' * (1 << 24)", {"ended", "raised", "unreadable"}),
+    "deep answer": ("def f():\n    x = []\n    for _ in range(10**5): x = [x]\n    return x", {"raised"}),
     "deep reply": (
         (
             "import os\n"
@@ -86,22 +74,10 @@ HOSTILE = {
         ),
         {"unreadable"},
     ),
-    "exit": (
-        ("import os\ndef f(): os._exit(0)"),
-        {"ended"},
-    ),
-    "exit at import": (
-        "import os; os._exit(0)",
-        {"ended"},
-    ),
-    "sys.exit": (
-        ("import sys\ndef f(): sys.exit(0)"),
-        {"raised"},
-    ),
-    "sys.exit at import": (
-        "import sys; sys.exit(0)",
-        {"invalid"},
-    ),
+    "exit": ("import os\ndef f(): os._exit(0)", {"ended"}),
+    "exit at import": ("import os; os._exit(0)", {"ended"}),
+    "sys.exit": ("import sys\ndef f(): sys.exit(0)", {"raised"}),
+    "sys.exit at import": ("import sys; sys.exit(0)", {"invalid"}),
     "marker before the tests": (
         (
             "import os\n"
@@ -138,17 +114,11 @@ HOSTILE = {
         {"wrong"},
     ),
     "number that is equal to all": (
-        ("class All(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\ndef f(): return All(41)"),
+        "class All(int):\n    __eq__ = lambda *_: True\n    __hash__ = int.__hash__\ndef f(): return All(41)",
         {"wrong"},
     ),
-    "assertion": (
-        "def f(): raise AssertionError",
-        {"raised"},
-    ),
-    "interrupt": (
-        "def f(): raise KeyboardInterrupt",
-        {"raised"},
-    ),
+    "assertion": ("def f(): raise AssertionError", {"raised"}),
+    "interrupt": ("def f(): raise KeyboardInterrupt", {"raised"}),
     "kill all": (
         (
             "import os, signal\n"
@@ -178,11 +148,11 @@ ENDLESS = {
     "fork bomb that goes on": (
         "import os\ndef f():\n    while True:\n        try: os.fork()\n        except OSError: pass"
     ),
-    "endless loop": ("def f():\n    while True: pass"),
-    "endless sleep": ("import time\ndef f(): time.sleep(10**6)"),
-    "endless output": ("def f():\n    while True: print('x' * 10**6, flush=True)"),
+    "endless loop": "def f():\n    while True: pass",
+    "endless sleep": "import time\ndef f(): time.sleep(10**6)",
+    "endless output": "def f():\n    while True: print('x' * 10**6, flush=True)",
     "endless loop at import": "while True: pass",
-    "ignored limit": ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f():\n    while True: pass"),
+    "ignored limit": "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f():\n    while True: pass",
 }
 
 

@@ -8,8 +8,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.server_handling.managed_server import SequenceNode
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -17,7 +15,6 @@ from helpers.trainer import compose_config
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.environments.calculator_advantages import CalculatorAdvantagesEnv
 from recipe.atropos.environments.gsm8k_advantages import (
     ANSWER,
@@ -28,6 +25,7 @@ from recipe.atropos.environments.gsm8k_advantages import (
     results_of,
     token_span,
 )
+from recipe.atropos.environments.word_problems import SYNTHETIC
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api import records
 
@@ -35,36 +33,9 @@ ROW = {"question": "?", "answer": "first 12 + 7 = <<12+7=19>>19\nthen <<19-4=15>
 IGNORED = -100
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("policy")
-    make_small_policy(path, recipe=Recipe(steps=1, problems=200, batch_size=4))
-    return str(path)
-
-
 @pytest.fixture
-def make(folder):
-    def make(environment):
-        config = environment.env_config_cls(tokenizer_name=folder, group_size=2, use_wandb=False, max_token_length=400)
-        server = APIServerConfig(
-            model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
-        )
-        return environment(config, [server])
-
-    return make
-
-
-def node(tokenizer, *turns):
-    """A conversation whose turns the policy sampled; between them stands what a tool wrote."""
-    tokens, masks = [5, 6, 7], [IGNORED] * 3
-    for number, turn in enumerate(turns):
-        if number:
-            between = tokenizer.encode("tool\n")
-            tokens, masks = tokens + between, masks + [IGNORED] * len(between)
-        sampled = [*tokenizer.encode(turn), tokenizer.eos_token_id]
-        tokens, masks = tokens + sampled, masks + sampled
-    logprobs = [1.0 if mask == IGNORED else -0.5 for mask in masks]
-    return SequenceNode(full_text="", tokens=tokens, masked_tokens=masks, logprobs=logprobs)
+def make(make_env):
+    return lambda environment: make_env(environment, dataset_name=SYNTHETIC, group_size=2, max_token_length=400)
 
 
 def said(tokenizer, node, advantages, condition):
@@ -126,11 +97,11 @@ def test_promises_spans_hold_whole_tokens_of_their_text(make, text):
             assert all(text[start:end] not in tokenizer.decode(part) for part in shorter)
 
 
-def test_promises_advantages_by_answer_and_steps(make):
+def test_promises_advantages_by_answer_and_steps(make, node):
     env = make(GSM8kAdvantagesEnv)
-    right = node(env.tokenizer, r"12 + 7 = 19 19 - 4 = 15 \boxed{15} as said")
-    wrong = node(env.tokenizer, r"12 + 7 = 18 18 - 4 = 14 \boxed{14}")
-    unsaid = node(env.tokenizer, "12 + 7 = 19 so")
+    right = node(env, r"12 + 7 = 19 19 - 4 = 15 \boxed{15} as said")
+    wrong = node(env, r"12 + 7 = 18 18 - 4 = 14 \boxed{14}")
+    unsaid = node(env, "12 + 7 = 19 so")
     nodes = [right, wrong, unsaid]
     group = asyncio.run(env.score(ROW, nodes))
     advantages = group["advantages"]
@@ -150,21 +121,21 @@ def test_promises_advantages_by_answer_and_steps(make):
     assert elsewhere == [" so"]
 
 
-def test_promises_advantages_of_a_group_have_mean_zero(make):
+def test_promises_advantages_of_a_group_have_mean_zero(make, node):
     env = make(GSM8kAdvantagesEnv)
     rng = np.random.default_rng(0)
     for _ in range(20):
         texts = [rf"{a} + 2 = {a + wrong} so \boxed{{{a}}}" for a, wrong in rng.integers(1, 17, (4, 2))]
-        nodes = [node(env.tokenizer, *texts[: 1 + i % 2], text) for i, text in enumerate(texts)]
+        nodes = [node(env, *texts[: 1 + i % 2], text) for i, text in enumerate(texts)]
         advantages = asyncio.run(env.score(ROW, nodes))["advantages"]
         flat = np.concatenate(advantages)
         trained = np.concatenate([n.masked_tokens for n in nodes]) != IGNORED
         assert abs(flat[trained].mean()) < 1e-12 and not flat[~trained].any()
 
 
-def test_promises_equal_tokens_of_a_kind_have_no_advantage(make):
+def test_promises_equal_tokens_of_a_kind_have_no_advantage(make, node):
     env = make(GSM8kAdvantagesEnv)
-    nodes = [node(env.tokenizer, r"12 + 7 = 19 \boxed{15}"), node(env.tokenizer, r"12 + 7 = 19 \boxed{16}")]
+    nodes = [node(env, r"12 + 7 = 19 \boxed{15}"), node(env, r"12 + 7 = 19 \boxed{16}")]
     first, second = asyncio.run(env.score(ROW, nodes))["advantages"]
     step = len(nodes[0].tokens) - len(env.tokenizer.encode(r" \boxed{15}")) - 1
     assert not any(first[3:step]) and not any(second[3:step]) and max(first) == WEIGHTS[ANSWER]
@@ -173,11 +144,11 @@ def test_promises_equal_tokens_of_a_kind_have_no_advantage(make):
     assert not np.any(same), "nothing to choose between"
 
 
-def test_promises_calls_of_the_calculator_are_graded(make):
+def test_promises_calls_of_the_calculator_are_graded(make, node):
     env = make(CalculatorAdvantagesEnv)
     good, bad = "<call>12 + 7</call>", "<call>12 + </call>"
-    right = node(env.tokenizer, good, "<call>19 - 4</call>", r"\boxed{15}")
-    wrong = node(env.tokenizer, bad, "<call>12 - 7</call>", r"\boxed{5}")
+    right = node(env, good, "<call>19 - 4</call>", r"\boxed{15}")
+    wrong = node(env, bad, "<call>12 - 7</call>", r"\boxed{5}")
     first, second = asyncio.run(env.score(ROW, [right, wrong]))["advantages"]
     positive = said(env.tokenizer, right, first, lambda value: value > 0.1)
     assert positive == [good, "<call>19 - 4</call>", r"\boxed{15}"]
@@ -186,11 +157,11 @@ def test_promises_calls_of_the_calculator_are_graded(make):
     assert graded == {1.0, 0.0, -1.0}
 
 
-def test_promises_the_trainer_reads_each_tokens_advantage(make):
+def test_promises_the_trainer_reads_each_tokens_advantage(make, node):
     env = make(CalculatorAdvantagesEnv)
     nodes = [
-        node(env.tokenizer, "<call>12 + 7</call>", r"\boxed{15}"),
-        node(env.tokenizer, "<call>1 + 7</call>", r"\boxed{8}"),
+        node(env, "<call>12 + 7</call>", r"\boxed{15}"),
+        node(env, "<call>1 + 7</call>", r"\boxed{8}"),
     ]
     group = asyncio.run(env.score(ROW, nodes))
     rows, report = groups_to_data_proto([group], RowLimits(110, 0), multiple_of=2)
@@ -202,12 +173,9 @@ def test_promises_the_trainer_reads_each_tokens_advantage(make):
     assert not rows.batch["atropos_advantages"][~mask].any()
 
 
-def test_promises_debug_shows_the_advantage_of_each_token(make, tmp_path):
+def test_promises_debug_shows_the_advantage_of_each_token(make, node, tmp_path):
     env = make(GSM8kAdvantagesEnv)
-    nodes = [
-        node(env.tokenizer, rf"{shown} so \boxed{{{answer}}}")
-        for shown, answer in (("12 + 7 = 19", 15), ("1 + 1 = 3", 3))
-    ]
+    nodes = [node(env, rf"{shown} so \boxed{{{answer}}}") for shown, answer in (("12 + 7 = 19", 15), ("1 + 1 = 3", 3))]
     group = asyncio.run(env.score(ROW, nodes))
     config = compose_config(f"actor_rollout_ref.model.path={env.tokenizer.name_or_path}", f"run.dir={tmp_path}")
     run, exported = RunDir(tmp_path), tmp_path / "batches.jsonl"

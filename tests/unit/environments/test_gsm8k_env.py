@@ -1,33 +1,17 @@
 """The environment's own rules; its rollouts are tested with real servers in test_launch."""
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from atroposlib.envs.base import APIServerConfig
 
-from recipe.atropos.demo.small_policy import Recipe, make_small_policy
-from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig, is_correct, length_penalty
+from recipe.atropos.environments.gsm8k import GSM8kEnv, is_correct, length_penalty
 from recipe.atropos.environments.word_problems import SYNTHETIC
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("policy")
-    make_small_policy(path, recipe=Recipe(steps=1, problems=200, batch_size=4))
-    return str(path)
-
-
 @pytest.fixture
-def env(folder):
+def env(make_env):
     own = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 20, "seed": 1}
-    config = GSM8kEnvConfig(tokenizer_name=folder, group_size=4, use_wandb=False, max_token_length=100, **own)
-    server = APIServerConfig(
-        model_name=folder, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
-    )
-    env = GSM8kEnv(config, [server])
-    asyncio.run(env.setup())
-    return env
+    return make_env(GSM8kEnv, group_size=4, max_token_length=100, **own)
 
 
 @pytest.mark.parametrize(
@@ -58,22 +42,10 @@ def test_the_length_penalty_begins_at_half_of_the_limit():
     assert [length_penalty(n, 100) for n in (10, 50, 75, 100, 120)] == [1.0, 1.0, 0.5, 0.0, 0.0]
 
 
-def node(env, text, padding=0):
-    """What the managed server returns for one sample."""
-    prompt = [5] * (10 + padding)
-    answer = env.tokenizer.encode(text) + [env.tokenizer.eos_token_id]
-    return SimpleNamespace(
-        tokens=prompt + answer,
-        masked_tokens=[-100] * len(prompt) + answer,
-        logprobs=[1.0] * len(prompt) + [-0.5] * len(answer),
-        metadata={"finish_reason": "stop"},
-    )
-
-
 ITEM = {"question": "?", "answer": "#### 7"}
 
 
-def test_gsm8k_mixed_group_scores_plus_and_minus_one(env):
+def test_gsm8k_mixed_group_scores_plus_and_minus_one(env, node):
     """The group has the sampled tokens and logprobs."""
     nodes = [node(env, rf"\boxed{{{n}}}") for n in (7, 8, 7, 9)]
     group = asyncio.run(env.score(ITEM, nodes))
@@ -83,13 +55,13 @@ def test_gsm8k_mixed_group_scores_plus_and_minus_one(env):
     assert env.percent_correct_buffer == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_a_group_of_equal_scores_is_left_to_whoever_sends_it(env):
+def test_a_group_of_equal_scores_is_left_to_whoever_sends_it(env, node):
     for answer, score in ((r"\boxed{8}", -1.0), (r"\boxed{7}", 1.0)):
         assert asyncio.run(env.score(ITEM, [node(env, answer)] * 4))["scores"] == [score] * 4
 
 
-def test_where_all_are_right_long_answers_get_less(env):
-    nodes = [node(env, r"\boxed{7}"), node(env, r"\boxed{7}", padding=60)]
+def test_where_all_are_right_long_answers_get_less(env, node):
+    nodes = [node(env, r"\boxed{7}"), node(env, r"\boxed{7}", prompt=70)]
     scores = asyncio.run(env.score(ITEM, nodes))["scores"]
     assert scores[0] == 1.0 and 0 < scores[1] < 1
 

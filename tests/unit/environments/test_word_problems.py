@@ -10,13 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.atropos.environments import word_problems
-from recipe.atropos.environments.word_problems import generate, gold_answer, load_problems
+from recipe.atropos.environments.word_problems import (
+    SYNTHETIC,
+    SYNTHETIC_STEPS,
+    generate,
+    gold_answer,
+    load_problems,
+    split_of,
+)
 
 
-def test_the_splits_share_no_problem_whatever_the_seeds():
-    test = {row["question"] for seed in range(3) for row in generate("test", 300, seed)}
-    train = {row["question"] for seed in range(3) for row in generate("train", 5000, seed)}
-    assert len(test) > 300 and not test & train
+@pytest.mark.parametrize(("dataset", "least"), [(SYNTHETIC, 301), (SYNTHETIC_STEPS, 851)])
+def test_the_splits_share_no_problem_whatever_the_seeds(dataset, least):
+    test = {row["question"] for seed in range(3) for row in generate("test", 300, seed, dataset)}
+    train = {row["question"] for seed in range(3) for row in generate("train", 3000, seed, dataset)}
+    assert len(test) >= least and not test & train
+    assert {split_of(text) for text in test} == {"test"} and {split_of(text) for text in train} == {"train"}
 
 
 @given(st.sampled_from(["train", "test"]), st.integers(1, 60), st.integers(0, 5))
