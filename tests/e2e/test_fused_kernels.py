@@ -44,7 +44,7 @@ def trainer(model_path, tmp_path):
 
 
 def pushed(trainer, step):
-    ray.get(trainer.actor.update_weights(global_steps=step, mode="atropos"))
+    ray.get(trainer.actor.update_weights(step, []))
     folder = Path(trainer.config.run.dir, "weights", f"version_{step}")
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 

@@ -116,7 +116,7 @@ class Update:
 
     @staticmethod
     def _weights(trainer):
-        ray.get(trainer.actor.update_weights(global_steps=1, mode="atropos"))
+        ray.get(trainer.actor.update_weights(1, []))
         folder = Path(trainer.config.run.dir, "weights", "version_1")
         return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
