@@ -34,8 +34,12 @@ class EvenTokensEnv(BaseEnv):
         return (f"{self.count} and {self.count % 7}? " * length)[:length]
 
     async def collect_trajectories(self, item: str) -> tuple[ScoredDataGroup, list[Any]]:
-        sampling = {"n": self.config.group_size, "max_tokens": self.config.answer_tokens, "temperature": 1.0}
-        sampling["ignore_eos"] = True
+        sampling = {
+            "n": self.config.group_size,
+            "max_tokens": self.config.answer_tokens,
+            "temperature": 1.0,
+            "ignore_eos": True,
+        }
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             if self.tokenizer.chat_template:
                 await managed.chat_completion(messages=[{"role": "user", "content": item}], **sampling)

@@ -75,28 +75,18 @@ def _gpus_of_the_machine() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
 
 
-def device_of(config: DictConfig) -> str:
-    """Return the trainer's device, "cuda" or "cpu": ``trainer.device``.
+def decide_device(config: DictConfig) -> None:
+    """Set ``trainer.device``, once in a process, to "cuda" or "cpu"; everything else reads it there.
 
     ``auto`` follows VERL_PLATFORM; if that is not set, it is "cuda" if this machine has a GPU or a cluster is joined.
 
     Raises:
         ConfigurationError: nvidia-smi does not answer.
     """
-    if config.trainer.device != "auto":
-        return config.trainer.device
-    if platform := os.environ.get(PLATFORM_VARIABLE):
-        return "cpu" if platform == "cpu" else "cuda"
-    return "cuda" if visible_gpus() or joins_cluster(config.ray_kwargs.ray_init) else "cpu"
-
-
-def decide_device(config: DictConfig) -> None:
-    """Set ``trainer.device``, once in a process, to "cuda" or "cpu"; everything else reads it there.
-
-    Raises:
-        ConfigurationError: as ``device_of``.
-    """
-    config.trainer.device = device_of(config)
+    if config.trainer.device == "auto":
+        platform = os.environ.get(PLATFORM_VARIABLE)
+        on_gpus = platform != "cpu" if platform else visible_gpus() or joins_cluster(config.ray_kwargs.ray_init)
+        config.trainer.device = "cuda" if on_gpus else "cpu"
 
 
 def platform_variables(config: DictConfig) -> dict[str, str]:

@@ -39,14 +39,12 @@ class Watchdog:
         found = {(f.alarm, f.environment): f for f in findings(history, now)}
         lines = []
         for key, finding in found.items():
-            if key in self.raised:
-                known = self.raised[key]
-                first = known.finding
-                known.finding = replace(finding, since=first.since, since_step=first.since_step)
-                known.seen_at, known.seen_step = now, step
-            else:
+            if key not in self.raised:
                 self.raised[key] = _Raised(finding, now, step)
                 lines.append(alarm_line(finding, "raised", now, history.step))
+            known = self.raised[key]
+            known.finding = replace(finding, since=known.finding.since, since_step=known.finding.since_step)
+            known.seen_at, known.seen_step = now, step
         for key, known in list(self.raised.items()):
             known.seen_step = min(known.seen_step, step)  # a trainer that is started again goes back
             quiet = now - known.seen_at >= CLEAR_SECONDS

@@ -16,7 +16,7 @@ from recipe.atropos.config.hydra_app import hydra_arguments
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.launcher.sglang import plan_servers
 from recipe.atropos.run.folder import LOCK_VARIABLE, RunDir
-from recipe.atropos.utils.gpus import device_of
+from recipe.atropos.utils.gpus import decide_device
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_quoted_text_is_read_as_it_was(text):
 @pytest.fixture
 def counted():
     """Return how often a function that is called as ``counted(...)`` reached each of these, by name."""
-    codes = {check_config.__code__: "check_config", device_of.__code__: "device_of"}
+    codes = {check_config.__code__: "check_config", decide_device.__code__: "decide_device"}
 
     def count(work, *arguments):
         calls = Counter()
@@ -193,12 +193,12 @@ def test_start_checks_and_decides_the_device_once(counted, tmp_path, model_path,
     monkeypatch.setattr(launch_services, "check_start", lambda run: None)  # needs SGLang
     monkeypatch.setattr(launch_services, "show_dry_run", lambda run, *_: list(plan_servers(run)))
     launched = counted(launch_services.main, ["--preset", "demo", "environment.target=null", "--dry-run", *given])
-    assert launched == {"check_config": 1, "device_of": 1}
+    assert launched == {"check_config": 1, "decide_device": 1}
     monkeypatch.setattr(main, "_train", main.ray_options)
     monkeypatch.setattr(main, "gateway_before", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(main, "installed_versions", lambda python: {})
     by_hand = load_config(["preset=demo", *given])
-    assert counted(main.train, by_hand) == {"check_config": 1, "device_of": 1}
+    assert counted(main.train, by_hand) == {"check_config": 1, "decide_device": 1}
     with RunDir(tmp_path / "run").lock() as descriptor:
         monkeypatch.setitem(os.environ, LOCK_VARIABLE, str(descriptor))
-        assert counted(main.train, load_config(["preset=demo", *given])) == {"device_of": 1}
+        assert counted(main.train, load_config(["preset=demo", *given])) == {"decide_device": 1}

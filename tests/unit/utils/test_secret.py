@@ -108,21 +108,28 @@ NESTED = [
     "environment.args.judge_api_key=123456",
     "environment.args.judge={first: {api_key: the-key-of-a-judge}, sizes: [1, 2]}",
     "environment.args.judges=[{api_keys: [the-key-of-a-judge, 123456]}]",
-    "environment.args={openai: {api_key: the-key-of-a-judge}}",
 ]
 
 
-@pytest.mark.parametrize("override", NESTED)
-def test_secret_inside_of_a_value_is_hidden(override, tmp_path):
-    config = compose_config("actor_rollout_ref.model.path=m", f"inference.api_key={KEY}", override)
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (NESTED, {"--openai.api_key", "--env.judge_api_key", "--judge.first", "--env.judges"}),
+        (["environment.args={openai: {api_key: the-key-of-a-judge}}"], {"--openai.api_key"}),
+    ],
+    ids=["env", "openai"],
+)
+def test_secret_inside_of_a_value_is_hidden(overrides, names, tmp_path):
+    config = compose_config("actor_rollout_ref.model.path=m", f"inference.api_key={KEY}", *overrides)
     [spec] = environment_specs(config).values()
     run = run_of(config, tmp_path)
-    flags = environment_secrets(run, spec)[private_process.SECRET_FLAGS]
+    flags = json.loads(environment_secrets(run, spec)[private_process.SECRET_FLAGS])
     command = environment_command(run, spec, "serve", "http://api", "http://server")
     kept = config_yaml(config).decode() + json.dumps(public_config(config))
     for text in (" ".join(command), kept):
         assert JUDGE not in text and "123456" not in text
-    assert JUDGE in flags or "123456" in flags
+    assert {flag.partition("=")[0] for flag in flags} == names
+    assert all(KEY not in flag for flag in flags) and any(JUDGE in flag for flag in flags)
 
 
 def test_secret_that_is_no_value_is_shown():

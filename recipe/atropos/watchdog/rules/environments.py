@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
@@ -216,11 +217,8 @@ def _equal_groups(history: History) -> Iterator[Finding]:
     keys = {key for step in history.recent(1) for key in step if key.endswith("/zero_signal_share")}
     for key in sorted(keys - {"atropos/zero_signal_share"} or keys):
         name = key.removeprefix("atropos/").removesuffix("/zero_signal_share") if key.count("/") > 1 else None
-        steps: list[dict[str, float]] = []
-        for step in reversed(history.steps):
-            if step.get(key, 1.0) < 1.0 or step["step"] <= history.begin:
-                break
-            steps.append(step)
+        this_start = takewhile(lambda step: step["step"] > history.begin, reversed(history.steps))
+        steps = list(takewhile(lambda step, key=key: step.get(key, 1.0) >= 1.0, this_start))
         groups = sum(step.get(key.replace("zero_signal_share", "groups"), 0.0) for step in steps)
         if len(steps) >= _ALL_EQUAL_STEPS and groups >= _ALL_EQUAL_GROUPS:
             text = f"all {groups:.0f} groups of the last {len(steps)} steps have equal scores (zero_signal_share=1)"
