@@ -333,8 +333,8 @@ def test_transport_refuses_a_server_that_cannot_be_paused(
     """The same goes for one that cannot be given weights; nothing is sent."""
     capabilities = SGLangClient.capabilities
 
-    async def with_flag(client):
-        found = await capabilities(client)
+    async def with_flag(client, **options):
+        found = await capabilities(client, **options)
         return replace(found, arguments=found.arguments | {flag: 2})
 
     before = reported(server), greedy(server)

@@ -135,10 +135,12 @@ def test_promises_config_of_a_trainer_has_its_services(tmp_path, model_path, mon
         load_config([file])
 
 
-def test_promises_config_of_a_run_asks_for_the_secrets_it_hides(run_file):
+def test_promises_config_of_a_run_asks_for_the_secrets_it_hides(tmp_path, run_file):
     key = "environment.args.judge.api_key"
-    file = run_file("preset=demo", f"+{key}=sk-1", "inference.api_key=sk-2")
-    given = ["run.dir=other", "inference.api_key=sk-2"]
+    file = run_file("preset=demo", f"+{key}=sk-1", "inference.api_key=sk-2", "+environment.args.secrets.shop=sk-4")
+    text = (tmp_path / "given.yaml").read_text()
+    assert "sk-" not in text and text.count("***") == 2
+    given = ["run.dir=other", "environment.args.secrets.shop=sk-4"]
     with pytest.raises(ConfigurationError, match=rf"^{key}=\*\*\*: .* give its value, or \$\{{oc.env:NAME\}}"):
         load_config([file, *given])
     assert load_config([file, *given, f"{key}=sk-3"]).environment.args.judge.api_key == "sk-3"

@@ -13,7 +13,7 @@ from recipe.atropos.config.compose import LAUNCHER_KEYS, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import FORMAT, RunDir
 from recipe.atropos.utils.files import read_json, read_lines, read_yaml, write_atomic, write_json
-from recipe.atropos.utils.secret import config_yaml, is_secret, without_secrets
+from recipe.atropos.utils.secret import API_KEY, config_yaml, is_secret, without_secrets
 
 _SAMPLE_BYTES = 1 << 20  # read at the beginning and at the end of each weights file
 _SHOWN_FIRST = (
@@ -55,8 +55,11 @@ def prepare_folder(
     before = read_yaml(folder.config) if goes_on and folder.config.exists() else None
     write_atomic(folder.config, config_yaml(config))
     if given is not None:
-        values = without_secrets({**given, "run.dir": str(folder.path)})
-        write_atomic(folder.given, OmegaConf.to_yaml(OmegaConf.create(values)).encode())
+        nested = OmegaConf.create({})  # since what is below a secret's name is secret
+        for key, value in {**given, "run.dir": str(folder.path)}.items():
+            OmegaConf.update(nested, key, API_KEY if key == "inference.api_key" else value, force_add=True)
+        public = without_secrets(OmegaConf.to_container(nested))
+        write_atomic(folder.given, OmegaConf.to_yaml(OmegaConf.create(public)).encode())
     return [] if before is None else changed_keys(before, read_yaml(folder.config))
 
 

@@ -1,14 +1,11 @@
 """Write safetensors files one tensor at a time; the library's ``save_file`` needs all tensors of a file at once."""
 
-import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import orjson
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.files import disk_errors
@@ -44,37 +41,36 @@ def write_safetensors(
         ValueError: ``tensors`` do not match ``like``.
         UnsupportedDtype, DiskFull.
     """
-    pattern = f"{stem}{{suffix}}.safetensors"
-    split = split_torch_state_dict_into_shards(dict(like), filename_pattern=pattern, max_shard_size=MAX_FILE_BYTES)
-    with disk_errors(folder / f"{stem}.safetensors"), contextlib.ExitStack() as stack:
-        starts: dict[str, int] = {}
-        files = {name: stack.enter_context(open(folder / name, "wb")) for name in split.filename_to_tensors}
-        for name, file in files.items():
-            starts |= _write_header(file, {key: like[key] for key in split.filename_to_tensors[name]})
-        arrived = iter(tensors)
-        for key, expected in like.items():
-            if (found := next(arrived, None)) is None:
-                raise ValueError(f"the tensors end before {key}")
-            name, tensor = found
-            if (name, tensor.shape, tensor.dtype) != (key, expected.shape, expected.dtype):
-                raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} in the place of {key}")
-            file = files[split.tensor_to_filename[key]]
-            file.seek(starts[key])
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        if (more := next(arrived, None)) is not None:
-            raise ValueError(f"{more[0]} is one tensor too many")
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    if split.is_sharded:
-        metadata = {"total_parameters": sum(tensor.numel() for tensor in like.values()), **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+    files, arrived = _divide(like), iter(tensors)
+    names = [f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    names = [f"{stem}.safetensors"] if len(files) == 1 else names
+    for name, expected in zip(names, files, strict=True):
+        with disk_errors(folder / name):
+            _write_file(folder / name, {key: like[key] for key in expected}, arrived)
+    if (more := next(arrived, None)) is not None:
+        raise ValueError(f"{more[0]} is one tensor too many")
+    size = sum(tensor.nbytes for tensor in like.values())
+    if len(files) > 1:
+        where = {key: name for name, expected in zip(names, files, strict=True) for key in expected}
+        parameters = sum(tensor.numel() for tensor in like.values())
+        index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": where}
         (folder / f"{stem}.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
-    return split.metadata["total_size"]
+    return size
 
 
-def _write_header(file: BinaryIO, like: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Write the header of a file with the tensors of ``like``; return where in it each begins, in bytes."""
+def _divide(like: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in like.items():
+        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensor.nbytes
+    return files
+
+
+def _write_file(path: Path, like: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name in sorted(like, key=lambda name: -like[name].element_size()):  # aligns each tensor to its element size
         tensor = like[name]
@@ -85,5 +81,16 @@ def _write_header(file: BinaryIO, like: Mapping[str, torch.Tensor]) -> dict[str,
         offset = end
     encoded = orjson.dumps(header)
     encoded += b" " * (-len(encoded) % 8)
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    return {name: 8 + len(encoded) + header[name]["data_offsets"][0] for name in like}
+    with open(path, "wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        written = 0
+        for expected, (name, tensor) in zip(like.items(), tensors, strict=False):
+            if (name, tensor.shape, tensor.dtype) != (expected[0], expected[1].shape, expected[1].dtype):
+                raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} in the place of {expected[0]}")
+            file.seek(8 + len(encoded) + header[name]["data_offsets"][0])
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            written += 1
+        if written < len(like):
+            raise ValueError(f"the tensors end before {path.name} is whole")
+        file.flush()
+        os.fsync(file.fileno())

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
+from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -120,8 +120,6 @@ class Episode:
                 return outcome
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and with it every other episode
             raise RuntimeError(f"the environment ended its process: {error!r}") from error
-        except asyncio.CancelledError as error:
-            raise RuntimeError("the rollout was canceled") from error
         finally:
             self._closed = True
             for ask in list(self._waiting):
@@ -155,7 +153,10 @@ class Episode:
             except Empty:
                 raise NothingCame from None
             if not isinstance(event, Ask):
-                return event.result()
+                try:
+                    return event.result()
+                except CancelledError as error:
+                    raise RuntimeError("the rollout was canceled") from error
             if not event.future.cancelled():
                 return event
 
@@ -163,7 +164,12 @@ class Episode:
         """Cancel the rollout and its pending requests; returns at once."""
         self._closed = True
         if self._task is not None and not self._loop.is_closed():  # else it ends before its first step
-            self._loop.call_soon_threadsafe(self._task.cancel)
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        for ask in list(self._waiting):
+            ask.future.cancel()
+        self._task.cancel()
 
     def wait(self, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds; return whether the rollout has ended."""

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MODE = 0o600  # of the log, as of every service's
 
 
@@ -25,14 +26,18 @@ def run_detached(program: Callable[[Callable[[Path], None]], int]) -> int:
     """
     left, leave = os.pipe()
     sys.stdout.flush()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     if (child := os.fork()) == 0:
         os.close(left)
+        os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return program(lambda log: _leave(leave, log))
     os.close(leave)
-    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends them to the child too
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGINT))
+    for number in _PASSED_ON:
+        signal.signal(number, lambda *_: os.kill(child, signal.SIGINT))
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     with os.fdopen(left, "rb") as pipe:
         if pipe.read(1):
             return 0
@@ -40,8 +45,6 @@ def run_detached(program: Callable[[Callable[[Path], None]], int]) -> int:
 
 
 def _leave(leave: int, log: Path) -> None:
-    os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     log.parent.mkdir(parents=True, exist_ok=True)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
     nothing = os.open(os.devnull, os.O_RDONLY)

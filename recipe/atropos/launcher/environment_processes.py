@@ -228,6 +228,7 @@ class _State:
     reader: LineReader
     service: Service | None = None
     started: float = 0.0
+    is_registered: bool = False  # the current process
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
     counts: Counter[str] = field(default_factory=Counter)  # of earlier processes
     present: Counter[str] = field(default_factory=Counter)
@@ -236,11 +237,6 @@ class _State:
     def totals(self) -> Counter[str]:
         """Counts of all processes. ``items``: all begun; ``in_flight``: those unfinished, or lost with a process."""
         return self.counts + self.present
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether the current process is."""
-        return self.service.pid in dict(self.registrations)
 
     def read(self) -> None:
         """Process the report's new lines."""
@@ -252,6 +248,7 @@ class _State:
                 self.present = Counter(line["counts"]) + Counter({"items": in_flight, "in_flight": in_flight})
             if "registered" in line:
                 self.registrations.append((line["pid"], line["registered"]))
+                self.is_registered |= self.service is not None and line["pid"] == self.service.pid
 
 
 class Environments:
@@ -280,7 +277,7 @@ class Environments:
             **environment_secrets(self._run, spec),
         }
         state.service = self._run.start(spec.service, command, **variables)
-        state.started = time.monotonic()
+        state.started, state.is_registered = time.monotonic(), False
         return state.service
 
     async def poll(self) -> None:

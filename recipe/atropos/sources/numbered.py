@@ -204,7 +204,8 @@ class DataSource:
             if self._error is None:
                 future = asyncio.run_coroutine_threadsafe(self._client.call("POST", path, message), self._loop)
                 self._wait(future, limit)
-                return future.result(0)
+                future.result(0)
+                return
         except TrajectoryApiError as error:
             raise self._unusable(error) from error
         except (TimeoutError, CancelledError, RuntimeError) as error:  # the last two: fetching has ended meanwhile
@@ -263,6 +264,8 @@ class DataSource:
             after = self.after
             while not self._stopping:
                 if not await asyncio.to_thread(self._wait_for_room):
+                    if self._stopping:
+                        return
                     with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
                         await self._client.status()  # a heartbeat: nothing is fetched while a step takes long
                     continue

@@ -11,9 +11,11 @@ def gc_disabled() -> Iterator[None]:
 
     What was imported is not looked through later either.
     """
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()

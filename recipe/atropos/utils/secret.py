@@ -25,6 +25,7 @@ from recipe.atropos.utils.files import read_yaml
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 
 API_KEY_VARIABLE = "ATROPOS_API_KEY"
+API_KEY = f"${{oc.env:{API_KEY_VARIABLE},null}}"  # what files have instead of the key
 HIDDEN = "***"
 COMPLETE = b"# The complete configuration of a run, without secrets, as its launcher wrote it.\n"
 _TOKENS = "access|api|auth|bearer|github|gitlab|hf|hub|hugging_?face|refresh|session"  # not pad, stop, max, ...
@@ -104,7 +105,7 @@ def public_config(config: DictConfig) -> dict[str, Any]:
 def config_yaml(config: DictConfig) -> bytes:
     """Return the complete configuration without secrets; when loaded, the key comes from $ATROPOS_API_KEY."""
     public = public_config(config)
-    public["inference"]["api_key"] = f"${{oc.env:{API_KEY_VARIABLE},null}}"
+    public["inference"]["api_key"] = API_KEY
     return COMPLETE + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
 
 

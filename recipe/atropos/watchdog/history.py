@@ -192,7 +192,7 @@ class History:
     joined: bool = False  # environments join: nothing but the API tells of them
     api: Mapping[str, Any] = field(default_factory=dict)  # what /diagnose said last
     api_time: float | None = None
-    queue_full: float | None = None  # since when
+    queue_full: tuple[float, int] | None = None  # since when, and how many polls
 
     @property
     def step(self) -> int | None:
@@ -229,8 +229,9 @@ class History:
         queue = state["queue"]
         if queue["tokens"] <= queue["tokens_limit"]:
             self.queue_full = None
-        elif self.queue_full is None:
-            self.queue_full = now
+        else:
+            since, polls = self.queue_full or (now, 0)
+            self.queue_full = since, polls + 1
 
     def add_gateway(self, status: Mapping[str, Any] | None, now: float) -> None:
         """Add the gateway's status; None: it did not answer."""

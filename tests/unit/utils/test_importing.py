@@ -14,6 +14,13 @@ def test_importing_collects_no_garbage_and_restores_the_state():
     with pytest.raises(ImportError), gc_disabled():
         raise ImportError("on purpose")
     assert gc.isenabled()
+    gc.disable()
+    try:
+        with gc_disabled():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_importing_leaves_nothing_to_look_through_later():

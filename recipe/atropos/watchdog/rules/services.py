@@ -8,7 +8,7 @@ from recipe.atropos.watchdog.registry import RESPONSE, STALENESS, Finding, InSte
 
 EMPTY_BATCHES = 3  # in a row; one or two may be chance
 
-_QUEUE_SECONDS = 15.0  # a queue that is full between two batches empties with the next one
+_QUEUE_POLLS, _QUEUE_SECONDS = 3, 15.0  # a queue that is full between two batches empties with the next one
 _SLOW_POLLS = 3  # of the gateway, at least
 _SLOW = 0.25  # of the other servers' requests per second: the gateway gives each as many as it finishes
 _SLOW_REQUESTS = 40  # by the others, so that chance does not decide
@@ -30,8 +30,8 @@ _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a serv
     chart="queue",
 )
 def _queue_full(history: History, now: float) -> Iterator[Finding]:
-    since = history.queue_full
-    if since is not None and now - since >= _QUEUE_SECONDS:
+    since, polls = history.queue_full or (now, 0)
+    if polls >= _QUEUE_POLLS and now - since >= _QUEUE_SECONDS:
         queue = history.api["queue"]
         text = f"{queue['tokens']:,} tokens in {queue['groups']:,} groups are queued, of {queue['tokens_limit']:,}"
         yield Finding("queue_full", text, since, history.step_at(since))

@@ -290,10 +290,12 @@ def _samples(history: History, now: float) -> Iterator[Finding]:
             told = ", ".join(f"{reason} {n:.0f}" for reason, n in dropped.items() if n)
             text = f"{total:.0f} of {received:.0f} sequences of the last {len(steps)} steps were dropped: {told}"
             yield _finding(name, text, _onset(history, steps, partial(lost, reasons=reasons, share=share)))
-    old = _OLD + limits.push_every - 1 if limits.max_staleness is None else math.inf
-    for steps, onset in _lasting(history, _OLD_STEPS, lambda step: (step.get("atropos/staleness/mean") or 0.0) >= old):
-        age = np.mean(_values(steps, "atropos/staleness/mean"))
-        text = f"samples are {age:.1f} updates old in the mean over the last {len(steps)} steps"
+    steps = history.recent(_OLD_STEPS)
+    ages = _values(steps, "atropos/staleness/mean")  # none of a batch whose versions are unknown
+    old = _OLD + limits.push_every - 1
+    if limits.max_staleness is None and ages and min(ages) >= old:
+        text = f"samples are {np.mean(ages):.1f} updates old in the mean over the last {len(steps)} steps"
+        onset = _onset(history, steps, lambda step: (step.get("atropos/staleness/mean") or 0.0) >= old)
         yield _finding("stale_samples", text, onset)
 
 
