@@ -196,7 +196,8 @@ class Run:
         if held or delay > 0:
             if not policy.waiting:
                 when = "when the trainer releases its memory" if held else f"in {delay:.0f} s"
-                console.print(f"[bold]{service.name}[/] ended ({service.poll()}); it starts again {when}")
+                note = f"[bold]{service.name}[/] ended ({service.poll()}); it starts again {when}"
+                console.print(note, soft_wrap=True)
             policy.waiting = True
             return
         policy.waiting, policy.delayed_until = False, None
