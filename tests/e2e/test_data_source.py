@@ -58,6 +58,17 @@ def test_data_source_fetches_ahead_no_more_than_it_was_told(api):
         assert len(ahead) == 1 and api.get("/status")["queue_size"] == 4
 
 
+def test_data_source_ends_although_its_api_is_gone(api):
+    with source(api, prefetch=1) as ahead:
+        post(api, 1, 2)
+        deadline = time.monotonic() + 20
+        while len(ahead) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        api.kill()
+    assert not ahead._thread.is_alive()
+
+
 def test_what_was_fetched_and_not_trained_is_served_again(api):
     """A trainer that is gone with a batch in its hands, and one ahead; the next resumes after batch 1."""
     with source(api, prefetch=2) as killed:

@@ -87,6 +87,12 @@ class GuessEnv(BaseEnv):
             try:
                 if self.config.mood == "impatient":
                     return await asyncio.wait_for(self._play(item, messages, managed), 0.2)
+                if self.config.mood == "waits for its calls":
+                    play = asyncio.create_task(self._play(item, messages, managed))
+                    try:
+                        await asyncio.wait([play])
+                    finally:
+                        await asyncio.wait([play])
                 return await self._play(item, messages, managed)
             except TimeoutError:
                 return {"tokens": [1, 2], "masks": [-100, 2], "scores": -1.0}, []

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from recipe.atropos.checkpoint import export
+from recipe.atropos.checkpoint import export, safetensors_writer
+from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
 
 
@@ -41,3 +42,12 @@ def test_export_survivors_that_are_tied_have_one_value():
     assert name == "embed.weight"
     with pytest.raises(export.ExportError, match="lm_head.weight and embed.weight are one tensor"):
         written(torch.zeros(2, 2))
+
+
+def test_export_of_packed_experts_has_no_file_for_each(tmp_path, monkeypatch):
+    """They are views of one tensor, whose whole size is not theirs."""
+    like, packed = torch.ones(8, 4, 4, device="meta"), torch.ones(8, 4, 4)
+    monkeypatch.setattr(safetensors_writer, "MAX_FILE_BYTES", packed.nbytes)
+    experts, expected = ({f"experts.{i}.weight": each[i] for i in range(8)} for each in (packed, like))
+    assert write_safetensors(tmp_path, "model", expected, experts.items()) == packed.nbytes
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

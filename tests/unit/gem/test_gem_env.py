@@ -256,6 +256,12 @@ def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
     assert until(lambda: loop.is_closed() or not asyncio.run_coroutine_threadsafe(count_tasks(), loop).result(10))
 
 
+def test_one_that_waits_for_its_calls_on_the_way_out_ends(make):
+    env = make(config={"mood": "waits for its calls"})
+    env.reset()
+    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1
+
+
 def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
     env = make(config={"mood": "asks again"})
     env.reset()

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -16,9 +17,10 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs, fill_warnings
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.environment_processes import Environments, environment_command, write_bridge
+from recipe.atropos.launcher.environment_processes import Environments, _State, environment_command, write_bridge
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
+from recipe.atropos.utils.files import LineReader, append_line
 from recipe.atropos.utils.process import ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
@@ -195,3 +197,16 @@ def test_sizes_that_fill_little_of_a_batch_are_named():
         "environments.c.group_size=43: whole groups fill 86 of a batch of 128 sequences, and padding the rest; give a "
         "size that divides it",
     ]
+
+
+def test_a_process_with_the_number_of_an_earlier_one_has_not_registered(tmp_path):
+    report = tmp_path / "a.jsonl"
+    append_line(report, {"registered": 3, "pid": 7})
+    state = _State(None, LineReader(report))
+    state.read()
+    state.service = SimpleNamespace(pid=7)
+    state.read()
+    assert state.registrations == [(7, 3)] and not state.is_registered
+    append_line(report, {"registered": 4, "pid": 7})
+    state.read()
+    assert state.is_registered

@@ -49,6 +49,17 @@ def test_watchdog_tells_flat_from_collapsed(seed):
     assert fed(np.where(t < 200, rises, 0.6) + noise)[0] == [], "a third of what was gained is no collapse"
 
 
+def test_watchdog_tells_a_full_queue_after_three_polls():
+    """One that is seen full once, before the API ends, or between two batches, is none."""
+    watchdog = Watchdog(History(LIMITS))
+    full = {"queue": {"groups": 9, "tokens": 11, "tokens_limit": 10}}
+    watchdog.history.add_api(full, 0.0)
+    watchdog.history.add_api(full, 10.0)
+    assert watchdog.changes(60.0) == []
+    watchdog.history.add_api(full, 61.0)
+    assert [change["alarm"] for change in watchdog.changes(62.0)] == ["queue_full"]
+
+
 def test_watchdog_judges_steps_of_this_start_alone():
     """The learning rate was 0 in an earlier start: its last step says nothing about this one."""
     history = History(LIMITS, begin=10)
