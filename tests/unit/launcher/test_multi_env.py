@@ -199,7 +199,7 @@ def test_sizes_that_fill_little_of_a_batch_are_named():
     ]
 
 
-def test_a_process_with_the_number_of_an_earlier_one_has_not_registered(tmp_path):
+def test_a_process_number_used_again_is_not_registered(tmp_path):
     report = tmp_path / "a.jsonl"
     append_line(report, {"registered": 3, "pid": 7})
     state = _State(None, LineReader(report))
