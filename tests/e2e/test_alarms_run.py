@@ -20,6 +20,7 @@ from recipe.atropos.utils.process import start_service
 ALARMS = {"raises": "environment_raises", "equal": "equal_scores", "silent": "environment_silent"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     """Each environment its own; a healthy one beside them has none."""

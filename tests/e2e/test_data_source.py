@@ -101,6 +101,7 @@ def test_an_api_that_is_killed_and_started_again_loses_nothing(api):
         assert api.get("/diagnose")["batches"]["committed"] == 1
 
 
+@pytest.mark.slow
 def test_a_silent_api_is_waited_for_as_long_as_for_a_batch(api):
     """It is stopped, so that it takes connections and answers none; longer than ``retry_attempts``."""
     with source(api, retry_attempts=1, timeout=1, max_wait_time=10) as patient:
@@ -144,6 +145,7 @@ def test_a_run_is_live_while_its_trainer_lives(tmp_path, monkeypatch):
         server.kill()
 
 
+@pytest.mark.slow
 def test_an_api_that_is_not_there_is_named_within_its_attempts():
     url, begin = f"http://127.0.0.1:{free_port()}", time.monotonic()
     with pytest.raises(DataSourceError, match=f"POST {url}/register got no answer.*is the Trajectory API up"):
@@ -172,6 +174,7 @@ def test_a_wait_ends_and_says_what_is_lacking(api, situation):
             waiting.next_batch()
 
 
+@pytest.mark.slow
 def test_data_source_wait_excludes_what_is_done_meanwhile(api):
     """Who waits for a batch can do something meanwhile; its time does not count as waiting."""
     calls = []

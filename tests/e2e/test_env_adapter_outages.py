@@ -75,6 +75,7 @@ def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
     assert "trying again" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
     """What ran has no ticket there, so it starts again."""
 
@@ -193,6 +194,7 @@ def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkey
     run(scene())
 
 
+@pytest.mark.slow
 def test_environment_that_sends_nothing_starts_items_slowly(api, make, monkeypatch):
     """Until a group is sent."""
     monkeypatch.setattr(reporting, "_SILENCE", 0.5)
@@ -249,6 +251,7 @@ def get_status(url, env_id):
     return get(f"{url}/status-env", {"env_id": env_id})
 
 
+@pytest.mark.slow
 def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path, tmp_path):
     """Sigterm ends it with a goodbye and without children though a thread hangs."""
     api = own_api

@@ -13,7 +13,7 @@ from helpers.sglang import make_tiny_model
 from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
     assert join.number == orjson.loads((tmp_path / "summary.json").read_bytes())["environments_joined"] == 2
 
 
+@pytest.mark.slow
 def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api, monkeypatch):
     """No step in ``step_timeout`` is an error only where the trainer does not wait for data."""
     run = run_of(small_batches("trainer.atropos.step_timeout=2"), tmp_path)

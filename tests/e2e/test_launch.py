@@ -368,6 +368,7 @@ def finished(training, tmp_path_factory):
     return folder, options, output, where
 
 
+@pytest.mark.slow
 def test_launch_goes_on_after_an_interrupt(finished):
     """The demonstration reports each step once."""
     folder, options, output, where = finished

@@ -294,6 +294,7 @@ def a_day_passes_at_each_batch(patch):
     patch.setattr(worker_group, "time", clock)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(model_path, server, tmp_path, monkeypatch):
     """Weights, Adam's moments, statistics: four steps at once, and two with another process going on for two.
 

@@ -68,6 +68,7 @@ class Stage:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_path):
     """First it is started again, then given up; each time its part of the batch is the other's."""

@@ -119,6 +119,7 @@ def test_orphans_of_a_killed_guardian_are_ended_by_stop(family, monkeypatch, inn
     assert not family.living()
 
 
+@pytest.mark.slow
 def test_orphans_are_ended_by_the_other_guardian(families):
     """Whichever of the two is killed, by whatever signal; with no help of the launcher, which may be gone."""
     kills = [("outer", signal.SIGKILL), ("inner", signal.SIGKILL), ("outer", signal.SIGQUIT)]

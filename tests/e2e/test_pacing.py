@@ -152,6 +152,7 @@ def test_an_item_of_several_groups_has_as_many_places(api, make):
     play(make(api, max_num_workers=1), scene)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_stops_training_restarts_items(api, make):
     """What it cancels starts again with a ticket of its own."""
 
@@ -269,6 +270,7 @@ def test_an_environment_that_left_is_not_waited_for(api, make):
     play(make(api), scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False], ids=["a_rollout", "the_trainer"])
 def test_an_environment_that_gets_no_ticket_ends(api, make, hangs):
     """Whether an item never ends or no weights come: it ends with what the API says."""

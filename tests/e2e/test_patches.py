@@ -17,7 +17,8 @@ MIXIN = "sglang/srt/managers/scheduler_update_weights_mixin.py"
 SGLANG = "0.5.3 0.5.3.post3 0.5.4 0.5.4.post3 0.5.5 0.5.5.post3 0.5.6 0.5.6.post2 0.5.7 0.5.8 0.5.8.post1 0.5.9".split()
 SGLANG += "0.5.10 0.5.10.post1 0.5.11 0.5.12 0.5.12.post1".split()
 VERL = "0.6.0 0.6.1 0.7.0 0.7.1 0.8.0 0.9.0 0.9.1".split()
-FEW = ["sglang==0.5.6", "sglang==0.5.12", "verl==0.6.1", "verl==0.9.1"]
+FEW = ["sglang==0.5.12", "verl==0.9.1"]
+FEW += [pytest.param(what, marks=pytest.mark.slow) for what in ("sglang==0.5.6", "verl==0.6.1")]
 
 
 def needed_of(what):

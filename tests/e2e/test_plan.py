@@ -37,6 +37,7 @@ def planned(path, *overrides, memory=80):
     return plan_memory(load_config([*options, *overrides]), memory * GIB)
 
 
+@pytest.mark.slow
 def test_plan_of_published_models_has_their_parameters(qwen):
     for size, parameters in PARAMETERS.items():
         for ranks in (1, 4):
@@ -136,6 +137,7 @@ def test_plan_says_what_does_not_fit_and_what_to_change(qwen):
     assert "KV cache has room for 0 tokens" in planned(big, "trainer.n_gpus_per_node=8", memory=16).problems[-1]
 
 
+@pytest.mark.slow
 def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
     """The distributed transport keeps them; for a server of several ranks each bucket of a tensor push is another."""
     ranks, shared = "trainer.n_gpus_per_node=4", "inference.colocated=true"

@@ -17,6 +17,7 @@ from recipe.atropos.utils.process import start_service
 WIDE = {"format_markers": [{"pattern": "[a-m]", "regex": True, "weight": 0.1, "count": "each"}], "clip": [0, 0.9]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_reward_bridge_groups_reach_the_api_with_raw_scores(model_path, server, tmp_path):
     """Also where the environment drops them: its guesses are all wrong, -1."""

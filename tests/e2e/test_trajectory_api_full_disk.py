@@ -137,6 +137,7 @@ def test_a_start_on_a_full_disk_says_so(tmp_path, full_disk, has_store):
 # ---------------------------------------------------------------------- the clients
 
 
+@pytest.mark.slow
 def test_held_registrations_take_effect_once(api, full_disk):
     """The client repeats them, since it gets no answer; a full disk is not taken for a server that is down."""
 
@@ -171,6 +172,7 @@ def test_a_disk_that_stays_full_is_named_in_the_end(api, full_disk):
     assert 3 < time.monotonic() - begun < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [True, False])
 def test_the_trainer_waits_for_room_as_for_a_batch(api, full_disk, room):
     """In ``next_batch``, and in ``commit``; ``max_wait_time`` limits it, and the error names the disk."""

@@ -55,6 +55,7 @@ def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path):
     assert sorted(found) == list(range(len(found))) and len(found) >= 8
 
 
+@pytest.mark.slow
 def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_path):
     async def run(api):
         async with stock_environment(api, model_path):

@@ -281,6 +281,7 @@ def failure(pusher, weights, version):
     return asyncio.run(inner())
 
 
+@pytest.mark.slow
 def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, version):
     """They go on with the next weights."""
     if call(server, SGLangClient.capabilities).safe_pause_mode("auto") != "retract":
