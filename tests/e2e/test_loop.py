@@ -478,9 +478,8 @@ def test_empty_batches_between_rare_pushes_stop_no_run(model_path, server, tmp_p
     lines = read_metrics(tmp_path / "run")
     assert [line["atropos/batch"] for line in lines] == [4, 6, 9, 10]
     assert [line["atropos/empty_batches"] for line in lines] == [3, 1, 2, 0]
-    assert [line["atropos/policy_version"] for line in lines] == [0, 2, 2, 4] and known["trainer"][
-        "weights_through"
-    ] == 10
+    assert [line["atropos/policy_version"] for line in lines] == [0, 2, 2, 4]
+    assert known["trainer"]["weights_through"] == 10
     assert max(line["atropos/staleness/max"] for line in lines) == 1 and known["counts"]["empty_batches"] == 6
     assert trainer.record.totals.dropped == {"foreign_tokens": 48} and trainer.record.totals.empty_batches == 6
     assert asyncio.run(version_of(server)) == "4"

@@ -49,7 +49,3 @@ def test_suite_has_test_names_of_at_most_60_characters():
     nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert not [name for name in names if name.startswith("test_") and len(name) > 60]
-
-
-def test_suite_has_files_of_at_most_500_lines():
-    assert not {path.name for path in TESTS.rglob("*.py") if len(path.read_text().splitlines()) > 500}
