@@ -179,6 +179,11 @@ def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "gpu_memory", lambda: None)
     with pytest.raises(ConfigurationError, match="there is no GPU here: give --gpu-memory GIB"):
         plan_memory(load_config([f"actor_rollout_ref.model.path={qwen('0.5b')}"]))
+    with pytest.raises(ConfigurationError, match="no model there"):
+        planned(tmp_path)
+    (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigurationError, match="its configuration cannot be read"):
         planned(tmp_path)
+    with pytest.raises(ConfigurationError, match="the hub"):  # without transformers' minute of retries
+        planned("no-such-organization-of-the-hub/no-such-model")
     show(planned(qwen("0.5b")), Console(quiet=True))

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from recipe.atropos.config.models import check_model
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.transports import gpu_transport
 from recipe.atropos.errors import ConfigurationError, one_line_errors
@@ -103,6 +104,7 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
 
 def _on_meta(config: DictConfig) -> PreTrainedModel:
     settings = config.actor_rollout_ref.model
+    check_model(settings.path)  # transformers would ask a hub that cannot be reached for minutes
     try:
         found = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:

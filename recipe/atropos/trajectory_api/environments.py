@@ -24,8 +24,8 @@ def one_line(reason: str) -> str:
 class Environment:
     """One registration. ``counts`` has ``received``, ``refused/REASON`` and ``released/REASON``, in groups.
 
-    ``failed``: items since its last group that failed; ``failure``: why the last of them did; ``left_because``: why it
-    left, if something was wrong.
+    ``failed``: items since its last group that gave none; ``failure``: why the last of them did not;
+    ``left_because``: why it left, if something was wrong.
     """
 
     id: int

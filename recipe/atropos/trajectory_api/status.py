@@ -120,7 +120,7 @@ def why(service: Service) -> str:
     else:
         found = f"no batch {service.last + 1}: {plan.why}"
     failing = [one for one in service.environments if one.alive and one.failed]
-    told = [f"; {one.name}: {one.failed} items failed, the last with {one.failure}" for one in failing[:_NAMED]]
+    told = [f"; {one.name}: {one.failed} items without a group, the last: {one.failure}" for one in failing[:_NAMED]]
     if gone := [one for one in service.environments if not one.alive]:
         names = [f"{one.name} ({one.left_because})" if one.left_because else one.name for one in gone[:_NAMED]]
         told.append(f"; gone: {', '.join(names)}")

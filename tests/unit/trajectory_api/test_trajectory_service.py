@@ -372,7 +372,7 @@ def test_waiting_names_failures_and_why_environments_left(tmp_path):
         for n in range(2):
             ticket = await begin(service, first)
             await ingest.release(service, ticket, "failed/KeyError", f"KeyError({n})\n at 7")
-        assert "; env_0: 2 items failed, the last with KeyError(1) at 7" in status.why(service)
+        assert "; env_0: 2 items without a group, the last: KeyError(1) at 7" in status.why(service)
         await ingest.disconnect_env(service, second, "max_token_length=2048: too long")
         await ingest.disconnect_env(service, second)
         assert status.why(service).endswith("; gone: env_1 (max_token_length=2048: too long)")
