@@ -53,7 +53,7 @@ def data(tmp_path_factory):
 
 def options(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
     flags = {"atropos-dir": checkout, "data-dir": data, "env.tokenizer_name": model, "env.group_size": SIZE}
-    flags |= {"env.use_wandb": False, "env.rollout_server_url": api_url, "env.max_token_length": 1200}
+    flags |= {"env.rollout_server_url": api_url, "env.max_token_length": 1200}
     flags |= {"openai.base_url": f"{server_url}/v1", "openai.model_name": model, "openai.server_type": "sglang"}
     return [f"--{key}={value}" for key, value in flags.items()]
 

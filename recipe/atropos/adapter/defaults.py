@@ -56,6 +56,8 @@ def complete(
     if env.use_wandb and "use_wandb" not in env_given and mode == "online" and not logged_in:
         _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")
         env = env.model_copy(update={"use_wandb": False})
+        if not serves:  # atroposlib turns it on again
+            os.environ["WANDB_MODE"] = "disabled"
     if serves and "total_steps" not in env_given:
         _say(f"it serves until it is stopped (--env.total_steps={NO_STEP_LIMIT})")
         env = env.model_copy(update={"total_steps": NO_STEP_LIMIT})
