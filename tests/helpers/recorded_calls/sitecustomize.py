@@ -4,6 +4,7 @@ RECORDED_FUNCTIONS is a list ``module:name ...``, of functions, methods and clas
 line for each call: ``begun`` or ``ended``, nanoseconds of the machine's clock, and the name.
 """
 
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -56,6 +57,10 @@ def record(module, named):
         setattr(place, name, type(found)(recorded(found.__func__, named)))
     else:
         setattr(place, name, recorded(found, named))
+        registered = vars(sys.modules.get("recipe.atropos.trajectory_api.endpoints", object)).get("ENDPOINTS", {})
+        for key, endpoint in registered.items():
+            if endpoint.function is found:
+                registered[key] = dataclasses.replace(endpoint, function=getattr(place, name))
 
 
 class Finder(importlib.abc.MetaPathFinder):
