@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 import time
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from openai.types.chat import ChatCompletionMessage
 
 from helpers.adapter_cli import run_adapter
 from recipe.atropos.adapter import reporting
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.defaults import complete
 from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag, take_settings
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.adapter.posting import check_sizes
@@ -168,6 +170,21 @@ def test_openai_flags_win_in_every_form_of_configuration(tmp_path, model, comman
     assert (server["base_url"], server["server_type"], server["api_key"]) == ("http://given:9/v1", "sglang", "k")
     assert server["timeout"] == 77, "what no flag names stays"
     assert not server["health_check"] and said(output)["kind"] == "SGLangServer"
+
+
+@pytest.mark.parametrize("use_wandb", [True, False])
+def test_no_login_to_wandb_is_needed_to_process(monkeypatch, tmp_path, use_wandb):
+    """atroposlib turns it on there, whatever the environment's default is."""
+    for name, value in {
+        "WANDB_MODE": "online",
+        "WANDB_API_KEY": "",
+        "WANDB_CONFIG_DIR": tmp_path,
+        "NETRC": tmp_path,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    server = APIServerConfig(base_url="http://127.0.0.1:1/v1", server_type="sglang")
+    complete(BaseEnvConfig(use_wandb=use_wandb), [server], {}, {}, serves=False)
+    assert os.environ["WANDB_MODE"] == "disabled"
 
 
 def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model):
