@@ -57,7 +57,7 @@ def record(module, named):
         setattr(place, name, type(found)(recorded(found.__func__, named)))
     else:
         setattr(place, name, recorded(found, named))
-        registered = vars(sys.modules.get("recipe.atropos.trajectory_api.endpoints", object)).get("ENDPOINTS", {})
+        registered = getattr(sys.modules.get("recipe.atropos.trajectory_api.endpoints"), "ENDPOINTS", {})
         for key, endpoint in registered.items():
             if endpoint.function is found:
                 registered[key] = dataclasses.replace(endpoint, function=getattr(place, name))
