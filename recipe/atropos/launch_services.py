@@ -50,8 +50,8 @@ from recipe.atropos.launcher.services import Run, bounded_logs
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
-from recipe.atropos.terminal.live_view import shows_live
-from recipe.atropos.terminal.progress import console, live_view, progress, say
+from recipe.atropos.terminal.live_view import LiveView, shows_live
+from recipe.atropos.terminal.progress import console, progress, say
 from recipe.atropos.terminal.status import show_summary
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.sockets import check_port
@@ -150,8 +150,8 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 prepare_run(plan)
                 if detach is not None:
                     detach(run.files)
-                view = live_view(run.files.path) if shows_live(console) else contextlib.nullcontext()
-                with bounded_logs(run.files.logs), view:
+                view = LiveView(console, run.files.path, hint="Ctrl-C stops the run")
+                with bounded_logs(run.files.logs), view if shows_live(console) else contextlib.nullcontext():
                     asyncio.run(launch(run))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")

@@ -11,10 +11,11 @@ from helpers.terminal import terminals
 
 PROGRAM = """
 import sys, time
-from recipe.atropos.terminal.progress import console, live_view, progress
+from recipe.atropos.terminal.live_view import LiveView
+from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.run.folder import RunDir
 
-with live_view(RunDir(sys.argv[1]).path), progress("the servers start"):
+with LiveView(console, RunDir(sys.argv[1]).path), progress("the servers start"):
     for number in range(10**6):
         console.print(f"line {number}")
         time.sleep(0.25)

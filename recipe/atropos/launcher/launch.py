@@ -25,7 +25,8 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.dashboard import shown_path
-from recipe.atropos.terminal.progress import console, progress, view_is_live
+from recipe.atropos.terminal.live_view import LiveView
+from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog import alarms
@@ -124,7 +125,7 @@ async def watch(
             if line["step"] > seen:
                 seen = line["step"]
                 on_step()
-                if not view_is_live():
+                if LiveView.shown is None:
                     console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
         await environments.poll()
         await alarm_watch.poll(lines)

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 from rich.console import Console, ConsoleRenderable
 from rich.control import Control
@@ -68,8 +69,10 @@ def _keys_unseen() -> Iterator[None]:
 class LiveView(Live):
     """Context manager that shows the run in ``directory`` on ``console``; see the module.
 
-    ``status`` is the newest state; ``hint`` a few words below it.
+    ``status`` is the newest state; ``hint`` a few words below it. ``shown`` is the view of this process, if there is one.
     """
+
+    shown: ClassVar["LiveView | None"] = None
 
     def __init__(self, console: Console, directory: Path, hint: str = ""):
         self.status: RunStatus | None = None
@@ -88,9 +91,11 @@ class LiveView(Live):
         self._keys.__enter__()
         super().__enter__()
         threading.Thread(target=self._keep_reading, name="live-view", daemon=True).start()
+        LiveView.shown = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        LiveView.shown = None
         self._done.set()
         try:
             super().__exit__(kind, error, at)

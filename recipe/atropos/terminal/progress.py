@@ -16,7 +16,6 @@ from recipe.atropos.terminal.live_view import LiveView, shows_live
 console = Console(highlight=False)
 
 _EVERY_SECONDS = 15.0
-_views: list[LiveView] = []
 
 
 def say(text: str) -> None:
@@ -25,28 +24,12 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def live_view(directory: Path) -> Iterator[None]:
-    """Show the run in ``directory`` while the block runs; what is in progress is part of the view."""
-    with LiveView(console, directory, hint="Ctrl-C stops the run") as view:
-        _views.append(view)
-        try:
-            yield
-        finally:
-            _views.remove(view)
-
-
-def view_is_live() -> bool:
-    """Return whether a live view shows each step, so that no line is needed for it."""
-    return bool(_views)
-
-
-@contextlib.contextmanager
 def progress(what: str, log: Path | None = None) -> Iterator[None]:
     """While the block runs, show what is done for how long: in the live view, else as a spinner on a terminal, else in
     a line every 15 s."""
     text = what if log is None else f"{what}; log: {shown_path(log)}"
-    if _views:
-        with _views[-1].doing(what, log):
+    if LiveView.shown is not None:
+        with LiveView.shown.doing(what, log):
             yield
         return
     if shows_live(console):
