@@ -441,8 +441,10 @@ def _main(arguments: argparse.Namespace, work: Path) -> int:
         raise RuntimeError((work / "model.log").read_text())
 
     from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
+    from recipe.atropos.utils.process import free_port
 
-    launch = SGLangLaunch(str(model), device="cpu", dtype="float32", max_total_tokens=65536)
+    options = {"device": "cpu", "dtype": "float32", "extra_args": {"max_total_tokens": 65536}}
+    launch = SGLangLaunch(str(model), port=free_port(), **options)
     server = start_sglang(launch, log_path=work / "sglang.log")
     try:
         asyncio.run(wait_until_serving(server, 240))

@@ -21,6 +21,7 @@ from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.run.record import read_metrics
+from recipe.atropos.utils.process import free_port
 
 PHASES = ["wait", "convert", "log_prob", "advantage", "update", "push", "record", "other"]
 GROUPS, GROUP_SIZE = 16, 8  # the demonstration's step
@@ -33,7 +34,8 @@ async def seconds_to_generate(folder: Path, rounds: int) -> float:
 
     model = ensure_small_policy(seed=0)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    server = start_sglang(SGLangLaunch(str(model), dtype="float32"), log_path=folder / "sglang.log")
+    launch = SGLangLaunch(str(model), port=free_port(), dtype="float32")
+    server = start_sglang(launch, log_path=folder / "sglang.log")
     try:
         await wait_until_serving(server)
         async with SGLangClient(server.url) as client:

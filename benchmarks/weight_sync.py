@@ -181,7 +181,8 @@ def measure(folder: Path, layers: int, rounds: int, bucket: int) -> dict[str, fl
     weights = make_model(folder / "model", layers)
     n_bytes = sum(tensor.nbytes for tensor in weights.values())
     bucket_used = max(bucket, *(tensor.nbytes for tensor in weights.values()))  # a buffer holds the largest tensor
-    launch = SGLangLaunch(str(folder / "model"), dtype="bfloat16", device="cpu", max_total_tokens=2048)
+    options = {"dtype": "bfloat16", "device": "cpu", "extra_args": {"max_total_tokens": 2048}}
+    launch = SGLangLaunch(str(folder / "model"), port=free_port(), **options)
     server = start_sglang(launch, log_path=folder / "sglang.log")
     broadcast = Broadcast(n_bytes, bucket)
     copies = {key: tensor.clone() for key, tensor in weights.items()}

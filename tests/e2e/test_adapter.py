@@ -51,14 +51,14 @@ def servers(model_path, tmp_path_factory):
         f"actor_rollout_ref.model.target_modules={TARGETS}",
         *ADAPTER_ONLY,
     )
-    flags = lora_arguments(config.actor_rollout_ref.model)
+    flags = {"max_total_tokens": 16384, **lora_arguments(config.actor_rollout_ref.model)}
     urls = {name: f"http://127.0.0.1:{free_port()}" for name in "ab"}
     folder = tmp_path_factory.mktemp("logs")
     with contextlib.ExitStack() as stack:
 
         def start(name):
             port = int(urls[name].rsplit(":", 1)[1])
-            options = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16384, "extra_args": flags}
+            options = {"device": "cpu", "dtype": "float32", "extra_args": flags}
             service = start_sglang(SGLangLaunch(str(model_path), port=port, **options), log_path=folder / name)
             stack.callback(service.stop, grace=2)
 

@@ -47,9 +47,8 @@ class Part:
 
     def start(self):
         port = int(self.url.rsplit(":", 1)[1])
-        launch = SGLangLaunch(
-            str(self.model), port=port, device="cpu", dtype="float32", max_total_tokens=4096, api_key=KEY
-        )
+        options = {"device": "cpu", "dtype": "float32", "extra_args": {"max_total_tokens": 4096}}
+        launch = SGLangLaunch(str(self.model), port=port, api_key=KEY, **options)
         self.service = start_sglang(launch, log_path=self.log)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-from recipe.atropos.utils.process import Service
+from recipe.atropos.utils.process import Service, free_port
 
 SIZES = {
     "hidden_size": 128,
@@ -30,10 +30,12 @@ def make_tiny_model(path: Path | str, seed: int, model_type: str = "qwen2", **co
 def running_sglang(model_path: Path | str, *, timeout: float = 240.0, **launch: Any) -> Iterator[tuple[Service, str]]:
     """A healthy CPU server of `model_path` in float32, with its url; ended afterwards, with all its processes.
 
-    Keyword arguments are those of SGLangLaunch, and `log_path` (a file beside the model by default).
+    Keyword arguments are those of SGLangLaunch, `max_total_tokens`, and `log_path` (a file beside the model by
+    default).
     """
     log_path = launch.pop("log_path", Path(model_path).parent / "sglang.log")
-    defaults = {"device": "cpu", "dtype": "float32", "max_total_tokens": 16384}
+    flags = {"max_total_tokens": launch.pop("max_total_tokens", 16384), **launch.pop("extra_args", {})}
+    defaults = {"port": free_port(), "device": "cpu", "dtype": "float32", "extra_args": flags}
     service = start_sglang(SGLangLaunch(str(model_path), **(defaults | launch)), log_path=log_path)
     try:
         asyncio.run(wait_until_serving(service, timeout))

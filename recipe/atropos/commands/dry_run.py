@@ -8,8 +8,6 @@ configured are chosen at each start. What a start finds in the run's folder is c
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -25,7 +23,7 @@ from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launcher.environment_processes import environment_secrets, serve_command
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.launcher.sglang import command_of_gateway, plan_gateway, plan_servers
+from recipe.atropos.launcher.sglang import command_of_gateway, plan_inference
 from recipe.atropos.launcher.startup import api_command, trainer_command
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, HIDDEN, public_config, without_secrets
@@ -105,18 +103,17 @@ def service_commands(run: Run) -> dict[str, tuple[list[str], dict[str, str]]]:
     api, api_url = api_command(run)
     found: dict[str, tuple[list[str], dict[str, str]]] = {"api": (api, key)}
     # The flags of an adapter depend on the model's layers.
-    launches = plan_servers(run, lora=config_file(run.config.actor_rollout_ref.model.path) is not None)
-    for name, launch in launches.items():
-        local = Path(launch.model_path).expanduser()
-        command, variables = sglang_command(
-            replace(launch, model_path=str(local.resolve())) if local.is_dir() else launch
-        )
+    inference = plan_inference(run, lora=config_file(run.config.actor_rollout_ref.model.path) is not None)
+    for name, launch in inference.servers.items():
+        command, variables = sglang_command(launch)
         found[name] = command, _shown(variables)
-    gateway = plan_gateway(run, launches)
-    found["gateway"] = command_of_gateway(run, gateway, [launch.url for launch in launches.values()]), key
+    found["gateway"] = command_of_gateway(run, inference), key
     found["trainer"] = trainer_command(run), key
     for spec in run.plan.specs.values():
-        found[spec.service] = serve_command(run, spec, api_url, gateway), _shown(environment_secrets(run, spec))
+        found[spec.service] = (
+            serve_command(run, spec, api_url, inference.gateway),
+            _shown(environment_secrets(run, spec)),
+        )
     return found
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from recipe.atropos.inference.memory_saver import check_saver, packages_of, save
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.gpus import WITHOUT_GPUS, nccl_variables, visible_gpus
 from recipe.atropos.utils.machine import versions_in
-from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service, wait_until_healthy
+from recipe.atropos.utils.process import Service, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 from recipe.atropos.utils.sockets import holder
 
@@ -64,26 +64,23 @@ class SGLangLaunch:
     Attributes:
         model_path: local folder, or a name on the Hugging Face hub.
         python: interpreter with SGLang; None: see `sglang_python`.
-        port: None: a free port is chosen at start.
+        port: 0 where no server is started, as to count its GPUs.
         device: "auto" is "cuda" if this process may use a GPU, else "cpu".
         dtype: "float32" makes a CPU server's logprobs match transformers to 2e-5.
         api_key: guards every endpoint but /health. It appears neither in the command line nor in the server's log.
         mem_fraction_static: None is 0.3 on a CPU.
-        max_total_tokens: size of the KV cache; None is 32768 on a CPU.
         extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none,
-            a list several values. They override the flags set here.
+            a list several values. They override the flags set here, such as ``max_total_tokens``, 32768 on a CPU.
     """
 
     model_path: str
     python: str | None = None
     host: str = "127.0.0.1"
-    port: int | None = None
+    port: int = 0
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: str = "auto"
     api_key: str | None = None
     mem_fraction_static: float | None = None
-    max_total_tokens: int | None = None
-    context_length: int | None = None
     extra_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,8 +103,6 @@ class SGLangLaunch:
 
     @property
     def url(self) -> str:
-        if self.port is None:
-            raise LaunchError("the port is chosen when the server starts: take the url of the Service")
         host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
         return f"http://{host}:{self.port}"
 
@@ -168,18 +163,17 @@ def uses_gpu(launch: SGLangLaunch) -> bool:
 
 
 def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment variables to add to the launcher's own; `launch.port` must be set."""
+    """Return the command and the environment variables to add to the launcher's own."""
+    local = Path(launch.model_path).expanduser()
     device = "cuda" if uses_gpu(launch) else "cpu"
     flags: dict[str, Any] = {
-        "model-path": launch.model_path,
+        "model-path": str(local.resolve()) if local.is_dir() else launch.model_path,
         "host": launch.host,
         "port": launch.port,
         "device": device,
         "dtype": launch.dtype,
         "api-key": launch.api_key,
         "mem-fraction-static": launch.mem_fraction_static,
-        "max-total-tokens": launch.max_total_tokens,
-        "context-length": launch.context_length,
         "sleep-on-idle": True,  # else the idle scheduler burns a core
     }
     # The launcher's PYTHONPATH is for another environment; an empty value counts as unset.
@@ -196,7 +190,7 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             "disable-cuda-graph": True,
             "disable-overlap-schedule": True,
             "mem-fraction-static": launch.mem_fraction_static or _CPU_MEM_FRACTION,
-            "max-total-tokens": launch.max_total_tokens or _CPU_MAX_TOTAL_TOKENS,
+            "max-total-tokens": _CPU_MAX_TOTAL_TOKENS,
         }
         environment = {
             "PYTHONPATH": str(CPU_SHIM),
@@ -247,7 +241,7 @@ def check_launch(launch: SGLangLaunch) -> None:
         )
     if path.is_dir() and not (path / "config.json").exists():
         raise LaunchError(f"model folder {launch.model_path!r} has no config.json: name a folder of save_pretrained")
-    if launch.port is not None and not port_is_free(launch.port, launch.host):
+    if not port_is_free(launch.port, launch.host):
         raise LaunchError(
             f"port {launch.port} of {launch.host} is taken{holder(launch.port)}: end the process that listens there, "
             "name another port, or leave inference.port empty to have a free one chosen"
@@ -268,7 +262,7 @@ def _check_interpreter(python: str) -> None:
 def start_sglang(
     launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang", env: Mapping[str, str] | None = None
 ) -> Service:
-    """Check the launch, choose a port if none is given, start the server, and return at once: see `wait_until_serving`.
+    """Check the launch, start the server, and return at once: see `wait_until_serving`.
 
     ``env`` is added to its environment.
 
@@ -276,10 +270,6 @@ def start_sglang(
         LaunchError: see `check_launch`.
     """
     check_launch(launch)
-    if launch.port is None:
-        launch = replace(launch, port=free_port(launch.host))
-    if (local := Path(launch.model_path).expanduser()).is_dir():
-        launch = replace(launch, model_path=str(local.resolve()))
     command, environment = sglang_command(launch)
     return start_service(name, command, log_path=log_path, env={**(env or {}), **environment}, url=launch.url)
 

@@ -4,8 +4,8 @@ Guarantees: the environments know only the gateway; a server or gateway keeps it
 that never came up is an error, and only one that was up is restarted.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -114,17 +114,17 @@ def lora_arguments(model: DictConfig) -> dict[str, Any]:
     }
 
 
-def plan_gateway(run: Run, launches: Mapping[str, SGLangLaunch]) -> str:
-    """Return the gateway's URL, on the port that is configured, 9001 or a free one."""
-    config = run.config.inference
+def plan_inference(run: Run, lora: bool = True) -> Inference:
+    """Return the servers as `plan_servers`, and the gateway on the port that is configured, 9001 or a free one."""
+    config, launches = run.config.inference, plan_servers(run, lora)
     taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
     port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
-    return f"http://{reachable(config.host)}:{port}"
+    return Inference(launches, f"http://{reachable(config.host)}:{port}", run.api_key)
 
 
-def command_of_gateway(run: Run, url: str, servers: Sequence[str]) -> list[str]:
+def command_of_gateway(run: Run, inference: Inference) -> list[str]:
     longest = run.config.trainer.atropos.weight_sync.timeout
-    return gateway_command(url, run.config.inference.host, servers, longest)
+    return gateway_command(inference.gateway, run.config.inference.host, inference.urls, longest)
 
 
 def given_ports(config: DictConfig) -> dict[str, int]:
@@ -142,17 +142,22 @@ def start_inference(run: Run) -> Inference:
     Raises:
         LaunchError: a server cannot be started as asked.
     """
-    launches = plan_servers(run)
-    gateway = plan_gateway(run, launches)
-    run.reserved["gateway"] = reserve(run.config.inference.host, urlsplit(gateway).port, "inference.gateway_port")
-    for name, launch in launches.items():
-        run.add(start_sglang(launch, log_path=run.log(name), name=name, env=run.variables))
-    start_gateway(run, gateway, [launch.url for launch in launches.values()])
-    return Inference(launches, gateway, run.api_key)
+    inference = plan_inference(run)
+    port = urlsplit(inference.gateway).port
+    run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
+    for name in inference.servers:
+        run.add(_start_server(run, inference, name))
+    _start_gateway(run, inference)
+    return inference
 
 
-def start_gateway(run: Run, url: str, servers: Sequence[str]) -> Service:
-    return run.start("gateway", command_of_gateway(run, url, servers), url=url, **{API_KEY_VARIABLE: run.api_key})
+def _start_server(run: Run, inference: Inference, name: str) -> Service:
+    return start_sglang(inference.servers[name], log_path=run.log(name), name=name, env=run.variables)
+
+
+def _start_gateway(run: Run, inference: Inference) -> Service:
+    command, key = command_of_gateway(run, inference), {API_KEY_VARIABLE: run.api_key}
+    return run.start("gateway", command, url=inference.gateway, **key)
 
 
 async def inference_healthy(run: Run, inference: Inference) -> float:
@@ -182,13 +187,11 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
 def _enable_restarts(run: Run, inference: Inference) -> None:
     """Set the restart policies; a colocated server's restart waits while the trainer holds the GPU memory."""
     limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
-    for name, launch in inference.servers.items():
+    for name in inference.servers:
         run.restart_policies[name] = RestartPolicy(
-            lambda name=name, launch=launch: start_sglang(launch, log_path=run.log(name), name=name, env=run.variables),
+            partial(_start_server, run, inference, name),
             limit,
             kind="sglang",
             may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),
         )
-    run.restart_policies["gateway"] = RestartPolicy(
-        lambda: start_gateway(run, inference.gateway, inference.urls), limit, kind="gateway"
-    )
+    run.restart_policies["gateway"] = RestartPolicy(partial(_start_gateway, run, inference), limit, kind="gateway")

@@ -69,7 +69,7 @@ def _keys_unseen() -> Iterator[None]:
 class LiveView(Live):
     """Context manager that shows the run in ``directory`` on ``console``; see the module.
 
-    ``status`` is the newest state; ``hint`` a few words below it. ``shown`` is the view of this process, if there is one.
+    ``status`` is the newest state; ``hint`` a few words below it. ``shown`` is this process's view, if there is one.
     """
 
     shown: ClassVar["LiveView | None"] = None
