@@ -59,7 +59,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     assert "items has ended for" in lines["silent"]["seen"]
     shown = captured.get()
     for name in ALARMS:
-        assert f"see {run.log(run.plan.specs[name].service)}" in shown and lines[name]["advice"] in shown
+        assert f"see {run.files.log(run.plan.specs[name].service)}" in shown and lines[name]["advice"] in shown
 
 
 @pytest.mark.slow

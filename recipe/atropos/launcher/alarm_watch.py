@@ -12,7 +12,7 @@ Guarantees:
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -50,23 +50,22 @@ class AlarmWatch:
         self.watchdog = Watchdog(history)
         self._readers = {name: LineReader(run.files.environment_report(name)) for name in specs}
         for name, spec in specs.items():
-            history.environment(name).log = str(run.log(spec.service))
+            history.environment(name).log = str(run.files.log(spec.service))
         self._lines = read_lines(run.files.alarms)
         for line in left_open(self._lines):
             self._record({**line, "state": "cleared", "time": time.time(), "step": version})
         self._account()
         self._asking = asyncio.create_task(self._keep_asking())
 
-    async def poll(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
+    async def poll(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
         """Take in the new ``lines`` of ``metrics.jsonl`` and what else is new; print and record what changed.
 
         Raises:
             AlarmRaised: an alarm of ``watchdog.stop_on``.
         """
-        history, stepped = self.watchdog.history, False
+        history = self.watchdog.history
         for line in lines:
             history.add_step(line)
-            stepped = True
         for name, reader in self._readers.items():
             for line in reader.new_lines():
                 if line["time"] >= self._run.started or "registered" in line:  # counts of an earlier start say nothing
@@ -80,28 +79,25 @@ class AlarmWatch:
         for change in changed:
             self._record(change)
             _print(change)
-        if changed or (stepped and self._lines):
+        if changed or (lines and self._lines):
             self._account()
         for change in changed:
             if change["state"] == "raised" and change["alarm"] in self._stop_on:
                 raise AlarmRaised(f"watchdog.stop_on: {described(change)}")
 
     async def _keep_asking(self) -> None:
-        while True:
-            await self._ask_services()
-            await asyncio.sleep(_ASK_SECONDS)
-
-    async def _ask_services(self) -> None:
         history = self.watchdog.history
-        with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
-            async with self._run.api_client(self._api_url) as api:
-                history.add_api(await api.diagnose(), time.time())
-        if self._inference is not None:
-            status = await self._inference.status()
-            if self._run.files.servers_offloaded.exists():
-                history.servers_rest(time.time())
-            else:
-                history.add_gateway(status, time.time())
+        while True:
+            with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
+                async with self._run.api_client(self._api_url) as api:
+                    history.add_api(await api.diagnose(), time.time())
+            if self._inference is not None:
+                status = await self._inference.status()
+                if self._run.files.servers_offloaded.exists():
+                    history.servers_rest(time.time())
+                else:
+                    history.add_gateway(status, time.time())
+            await asyncio.sleep(_ASK_SECONDS)
 
     def _record(self, line: dict[str, Any]) -> None:
         append_line(self._run.files.alarms, line)

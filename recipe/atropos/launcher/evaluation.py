@@ -198,10 +198,10 @@ class Evaluations:
         before = after = None
         try:
             async with asyncio.timeout(self._settings.timeout):
-                before = await self._served_version()
+                before = await self._inference.served_version()
                 while service.poll() is None:
                     await asyncio.sleep(_POLL_SECONDS)
-                after = await self._served_version()
+                after = await self._inference.served_version()
         except TimeoutError:
             why = " (no server with the trainer's weights is admitted: see gateway.log)" if before is None else ""
             raise service.failure(f"not done within evaluation.timeout={self._settings.timeout:g} s{why}") from None
@@ -211,12 +211,6 @@ class Evaluations:
             raise service.failure("no evaluation")
         if not before == after == version:
             raise service.failure(f"of version {version}, but the servers held {before} before it and {after} after it")
-
-    async def _served_version(self) -> int:
-        """Wait until a version is served, and return it."""
-        while (version := await self._inference.version()) is None:
-            await asyncio.sleep(_POLL_SECONDS)
-        return version
 
 
 def _read(path: Path) -> tuple[dict[str, float], bool]:

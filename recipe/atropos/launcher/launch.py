@@ -58,7 +58,7 @@ async def launch(run: Run) -> None:
         beside = not any(launch.releases_memory for launch in inference.servers.values())
         trainer = start_trainer(run, api, inference, run.files.evaluated) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
-        with progress(what, run.log(next(iter(inference.servers)))):
+        with progress(what, run.files.log(next(iter(inference.servers)))):
             await servers_healthy(run, api, inference)
         trainer = trainer or start_trainer(run, api, inference, run.files.evaluated)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
@@ -175,7 +175,11 @@ def report_model(run: Run) -> None:
             what = f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}"
             console.print(f"[bold]model[/]   {escape(what)}", soft_wrap=True)
             return
-    why = f"see {run.log('trainer')}" if run.config.trainer.save_freq > 0 else "trainer.save_freq saves no checkpoint"
+    why = (
+        f"see {run.files.log('trainer')}"
+        if run.config.trainer.save_freq > 0
+        else "trainer.save_freq saves no checkpoint"
+    )
     console.print(f"[bold]model[/]   none is exported: {escape(why)}", soft_wrap=True)
 
 

@@ -108,9 +108,9 @@ class Run:
         with listening(self.reserved[name]) if name in self.reserved else contextlib.nullcontext() as listener:
             if listener is not None:
                 descriptors[SOCKET_VARIABLE] = listener.fileno()
-            env |= {variable: str(descriptor) for variable, descriptor in descriptors.items()}
-            inherited = tuple(descriptors.values())
-            service = start_service(name, command, log_path=self.log(name), env=env, url=url, pass_fds=inherited)
+            service = start_service(
+                name, command, log_path=self.files.log(name), env=env, url=url, inherited=descriptors
+            )
         self.add(service)
         return service
 
@@ -144,9 +144,6 @@ class Run:
     def api_client(self, url: str) -> TrajectoryApiClient:
         """Return a client of the run's Trajectory API that makes a single attempt."""
         return TrajectoryApiClient(url, self.api_key, retry_timeout=0, timeout=_API_SECONDS)
-
-    def log(self, name: str) -> Path:
-        return self.files.log(name)
 
     def stop(self) -> None:
         """Stop all services, the last started first, and remove the run's temporary files.
@@ -244,7 +241,7 @@ class Run:
     def _write_listing(self, ending: bool = False) -> None:
         running = [(s.name, s.pid, s.url, str(s.log_path)) for s in self.services.values() if s.poll() is None]
         if running:
-            running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.log(LAUNCHER))))
+            running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.files.log(LAUNCHER))))
         listing = {
             name: {"pid": pid, "started": start_time(pid), "url": url, "log": log} for name, pid, url, log in running
         }

@@ -4,6 +4,8 @@ Guarantees: the environments know only the gateway; a server or gateway keeps it
 that never came up is an error, and only one that was up is restarted.
 """
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +18,7 @@ from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient,
 from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
-from recipe.atropos.launcher.services import RestartPolicy, Run
+from recipe.atropos.launcher.services import WATCH_SECONDS, RestartPolicy, Run
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -48,6 +50,13 @@ class Inference:
         """Return the version of the admitted servers; None if there are none or the gateway does not answer."""
         status = await self.status()
         return status["version"] if status and any(s["state"] == "admitted" for s in status["servers"]) else None
+
+    async def served_version(self, meanwhile: Callable[[], object] = lambda: None) -> int:
+        """Return the version of the admitted servers; until there is one, call ``meanwhile`` again and again."""
+        while (version := await self.version()) is None:
+            meanwhile()
+            await asyncio.sleep(WATCH_SECONDS)
+        return version
 
 
 def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
@@ -152,7 +161,7 @@ def start_inference(run: Run) -> Inference:
 
 
 def _start_server(run: Run, inference: Inference, name: str) -> Service:
-    return start_sglang(inference.servers[name], log_path=run.log(name), name=name, env=run.variables)
+    return start_sglang(inference.servers[name], log_path=run.files.log(name), name=name, env=run.variables)
 
 
 def _start_gateway(run: Run, inference: Inference) -> Service:

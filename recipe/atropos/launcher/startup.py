@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.errors import RECOVERABLE
-from recipe.atropos.launcher.services import WATCH_SECONDS, RestartPolicy, Run
+from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import console
@@ -150,12 +150,9 @@ async def served_version(run: Run, inference: Inference) -> int:
     Raises:
         ServiceFailed: none is served within ``_VERSION_SECONDS``, or a required service ended.
     """
-    deadline = time.monotonic() + _VERSION_SECONDS
-    while (version := await inference.version()) is None:
-        run.check()
-        if time.monotonic() > deadline:
-            raise run.services["gateway"].failure(
-                f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s"
-            )
-        await asyncio.sleep(WATCH_SECONDS)
-    return version
+    try:
+        async with asyncio.timeout(_VERSION_SECONDS):
+            return await inference.served_version(run.check)
+    except TimeoutError:
+        what = f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s"
+        raise run.services["gateway"].failure(what) from None

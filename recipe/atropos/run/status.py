@@ -10,6 +10,7 @@ Guarantees:
 
 import contextlib
 import difflib
+import functools
 import http.client
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Any
 
 import orjson
 import psutil
+from cachetools import TTLCache, cached
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.alarm_lines import left_open
@@ -162,8 +164,6 @@ class RunReader:
         self._lines = LineReader(self.files.metrics)
         self._series: dict[str, list[float]] = {name: [] for name in _SERIES}
         self._last: dict[str, Any] = {}
-        self._config: tuple[int, dict[str, Any]] = 0, {}
-        self._memory: tuple[float, Memory | None] = float("-inf"), None
 
     def read(self) -> RunStatus:
         """Return the state now, within a few seconds even if no service answers.
@@ -197,7 +197,7 @@ class RunReader:
             diagnosis=diagnosis,
             waiting=self.files.waiting.exists(),
             alarms=raised_alarms(self.files),
-            memory=self._measured_memory(holder, config) if state in ALIVE else None,
+            memory=_recent_memory(holder.pid, trainer.get("device") == "cuda") if state in ALIVE else None,
         )
 
     def _read_metrics(self) -> None:
@@ -213,12 +213,9 @@ class RunReader:
     def _read_config(self) -> dict[str, Any]:
         """Return the run's configuration, unresolved; {} until the run has written it."""
         try:
-            changed = self.files.config.stat().st_mtime_ns
-            if changed != self._config[0]:
-                self._config = changed, read_yaml(self.files.config)
+            return _configuration(self.files.config, self.files.config.stat().st_mtime_ns)
         except FileNotFoundError:
             return {}
-        return self._config[1]
 
     def _state(self, holder: Holder | None, listing: dict[str, Any] | None, total: int | None) -> str:
         """``listing``: {} once a launcher has ended its services, with ``ending`` while it does; None before it starts
@@ -265,13 +262,11 @@ class RunReader:
             found.append(ServiceStatus(name, health, detail))
         return tuple(service for service in found if service.name != LAUNCHER), diagnosis
 
-    def _measured_memory(self, holder: Holder, config: dict[str, Any]) -> Memory | None:
-        taken, memory = self._memory
-        if time.monotonic() - taken > _MEMORY_SECONDS:
-            on_gpu = config.get("trainer", {}).get("device") == "cuda"
-            memory = measure_memory(holder.pid, on_gpu)
-            self._memory = time.monotonic(), memory
-        return memory
+
+@functools.lru_cache(maxsize=1)
+def _configuration(path: Path, changed: int) -> dict[str, Any]:
+    """Return a file's content, which is parsed again once it was ``changed`` at another time (ns)."""
+    return read_yaml(path)
 
 
 def _lives(entry: dict[str, Any]) -> bool:
@@ -330,6 +325,9 @@ def measure_memory(pid: int, on_gpu: bool) -> Memory:
     sizes = [(int(used) << 20, int(total) << 20) for used, total in gpus if used.isdigit() and total.isdigit()]
     machine = psutil.virtual_memory()
     return Memory(run, machine.available, machine.total, tuple(sizes))
+
+
+_recent_memory = cached(TTLCache(maxsize=1, ttl=_MEMORY_SECONDS))(measure_memory)
 
 
 def raised_alarms(files: RunDir) -> tuple[dict[str, Any], ...]:

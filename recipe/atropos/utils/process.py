@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -225,17 +225,19 @@ def start_service(
     env: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
     url: str | None = None,
-    pass_fds: Sequence[int] = (),
+    inherited: Mapping[str, int] | None = None,
 ) -> Service:
     """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600, since it may
     hold private data).
 
-    `env` is added to this process's environment; `pass_fds` stay open in the service. May be called from any thread.
+    `env` is added to this process's environment. `inherited`: descriptors that stay open in the service, by the
+    environment variables that name them there. May be called from any thread.
 
     Raises:
         ServiceFailed: the program does not exist.
     """
-    environment = {**os.environ, **(env or {})}
+    inherited = inherited or {}
+    environment = {**os.environ, **(env or {}), **{name: str(number) for name, number in inherited.items()}}
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
     run_id = uuid.uuid4().hex
@@ -256,7 +258,7 @@ def start_service(
             env=environment,
             cwd=cwd,
             start_new_session=True,  # out of reach of a terminal's Ctrl-C
-            pass_fds=pass_fds,
+            pass_fds=tuple(inherited.values()),
         )
     finally:
         theirs.close()

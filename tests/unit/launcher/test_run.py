@@ -79,7 +79,7 @@ def test_logs_are_bounded_beside_an_event_loop_that_is_busy(run):
     """As while the launcher waits for a server, or for a slow disk; of a process that prints without end."""
     with bounded_logs(run.files.logs, limit=1 << 16):
         run.start("endless", ["sh", "-c", "while :; do echo a line that comes again and again; done"])
-        former, begin = run.log("endless").with_name("endless.log.1"), time.monotonic()
+        former, begin = run.files.log("endless").with_name("endless.log.1"), time.monotonic()
         while not former.exists():
             assert time.monotonic() - begin < 30
             time.sleep(0.1)
