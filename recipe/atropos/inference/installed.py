@@ -1,11 +1,13 @@
 """Which versions a run uses: of Python, of packages, and of the recipe."""
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 import subprocess
 from pathlib import Path
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.utils.machine import installed
 
@@ -18,11 +20,14 @@ def installed_versions(python: str | None) -> dict[str, str]:
     """Return the versions of what is installed, by name; what is not is left out.
 
     ``python``: ``inference.python``, whose SGLang is named "sglang (servers)". "recipe (commit)" is that of the
-    checkout, with "-dirty" if it has changes.
+    checkout, with "-dirty" if it has changes. No interpreter is started.
     """
     found = {"recipe (commit)": _commit(), "python": platform.python_version(), **installed(_PACKAGES)}
     if "sglang" not in found:
-        found["sglang (servers)"] = _servers_sglang(python)
+        with contextlib.suppress(LaunchError):  # no interpreter has it
+            folders = Path(sglang_python(python)).parent.parent.glob("lib/python*/site-packages")
+            servers = importlib.metadata.distributions(name="sglang", path=[*map(str, folders)])
+            found["sglang (servers)"] = next((package.version for package in servers), "")
     return {name: version for name, version in found.items() if version}
 
 
@@ -39,13 +44,3 @@ def _commit() -> str:
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _servers_sglang(python: str | None) -> str:
-    """Return SGLang's version in the servers' environment, without starting its interpreter."""
-    try:
-        interpreter = Path(sglang_python(python))
-    except AtroposError:
-        return ""
-    found = next(interpreter.parent.parent.glob("lib/python*/site-packages/sglang-*.dist-info"), None)
-    return found.name.split("-")[1].removesuffix(".dist") if found else ""

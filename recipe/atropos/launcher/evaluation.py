@@ -93,9 +93,6 @@ class Evaluations:
         lines = read_evaluations(self._run.files.path)
         kept = [line for line in lines if line["step"] <= version and "error" not in line]
         rewrite_lines(self._path, kept)
-        for line in kept:
-            if not line["metrics"]:
-                self._specs.pop(line["env"], None)
         if version == 0 or self._between(version):
             await self.evaluate_alone(version, meanwhile)
         self._mark(version)
@@ -144,9 +141,9 @@ class Evaluations:
     # ---------------------------------------------------------------- how
 
     def due(self, version: int) -> list[EnvironmentSpec]:
-        """Return the environments that have not evaluated ``version`` successfully."""
-        lines = read_evaluations(self._run.files.path)
-        done = {line["env"] for line in lines if line["step"] == version and "error" not in line}
+        """Return the environments that have not evaluated ``version`` successfully, and never reported nothing."""
+        lines = [line for line in read_evaluations(self._run.files.path) if "error" not in line]
+        done = {line["env"] for line in lines if line["step"] == version or not line["metrics"]}
         return [spec for name, spec in self._specs.items() if name not in done]
 
     async def _all(self, version: int) -> None:
@@ -181,8 +178,6 @@ class Evaluations:
         append_line(self._path, {**line, "seconds": time.monotonic() - started, "time": time.time()})
         whose = f"{spec.name} " if self._several else ""
         console.print(f"[bold]eval[/]    {whose}{evaluation_text(metrics, greedy)}, version {version}", soft_wrap=True)
-        if not metrics:
-            del self._specs[spec.name]
         update_summary(self._run.files.path, heldout_summary(self._run.files.path, self._several))
 
     async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> None:

@@ -44,7 +44,7 @@ class RestartPolicy:
 
     ``kind`` names a set of services of which any one suffices once training is done or, if they are ``optional``, also
     before. While ``may_start`` returns False, the trainer holds the memory that the service needs, and the restart
-    waits; ``waiting``: a wait has been printed. ``recovers``: whether a restart can help after an exit status.
+    waits. ``recovers``: whether a restart can help after an exit status.
     """
 
     start: Callable[[], Service]
@@ -55,7 +55,6 @@ class RestartPolicy:
     key: str = "inference.max_restarts"
     optional: bool = False
     count: int = 0
-    waiting: bool = False
     soon: int = 0  # how often in a row it ended soon after a restart
     since: float = field(default_factory=time.monotonic)  # of the last start
     delayed_until: float | None = None  # while a restart waits
@@ -184,6 +183,7 @@ class Run:
         policy = self.restart_policies.get(service.name)
         if policy is None or not policy.recovers(service.poll()):
             raise service.failure("ended while the run needs it")
+        announced = policy.delayed_until is not None
         delay = policy.delay()
         if policy.count >= policy.limit:
             self._abandon(service, policy)
@@ -191,13 +191,12 @@ class Run:
         service.stop()
         held = not policy.may_start()
         if held or delay > 0:
-            if not policy.waiting:
+            if not announced:
                 when = "when the trainer releases its memory" if held else f"in {delay:.0f} s"
                 note = f"[bold]{service.name}[/] ended ({service.poll()}); it starts again {when}"
                 console.print(note, soft_wrap=True)
-            policy.waiting = True
             return
-        policy.waiting, policy.delayed_until = False, None
+        policy.delayed_until = None
         policy.count += 1
         self.add(policy.start())
         policy.since = time.monotonic()
