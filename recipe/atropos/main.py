@@ -9,11 +9,10 @@ configuration has been checked, so that a wrong key or value is reported quickly
 import logging
 import os
 import sys
-import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import hydra
@@ -94,21 +93,23 @@ def _train(config: DictConfig) -> None:
         os.environ |= scratch.current().variables()
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= loopback_variables()
-    # In the background, since Ray and its workers can start while the servers still do.
-    services = _in_background(lambda: check_services(config, timeout=config.trainer.atropos.startup_timeout))
-    start_ray(**ray_options(config))
-    try:
-        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-        vocab_size = model.hf_config.get_text_config().vocab_size
-        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
-        trainer.init_workers()
-        services.result()
-        trainer.fit()
-    except Exception:
-        keep_logs(RunDir(config.run.dir).logs / "ray")
-        raise
-    finally:
-        ray.shutdown()
+    # In the background, since Ray and its workers can start while the servers still do; its thread is a daemon, so a
+    # process that fails meanwhile does not wait for it.
+    with ThreadPool(1) as background:
+        services = background.apply_async(check_services, (config, config.trainer.atropos.startup_timeout))
+        start_ray(**ray_options(config))
+        try:
+            model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+            vocab_size = model.hf_config.get_text_config().vocab_size
+            trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
+            trainer.init_workers()
+            services.get()
+            trainer.fit()
+        except Exception:
+            keep_logs(RunDir(config.run.dir).logs / "ray")
+            raise
+        finally:
+            ray.shutdown()
     export_model(RunDir(config.run.dir))
 
 
@@ -143,20 +144,6 @@ def export_model(folder: RunDir) -> None:
             logging.getLogger(__name__).exception("the export of the trained model failed")
             message = f"{type(error).__name__}: {error}"
         print(f"model not exported: {' '.join(message.split())}", flush=True)
-
-
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Run ``work`` in a daemon thread, so that a process that fails meanwhile does not wait for it."""
-    future: Future[None] = Future()
-
-    def run_it() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run_it, name="check-services", daemon=True).start()
-    return future
 
 
 def train(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
