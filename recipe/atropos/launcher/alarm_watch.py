@@ -15,8 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from omegaconf import OmegaConf
 from rich.markup import escape
 
+from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
@@ -46,7 +48,8 @@ class AlarmWatch:
         specs = self._specs = run.plan.specs
         self._run, self._api_url, self._inference = run, api_url, inference
         self._stop_on = list(run.config.watchdog.stop_on)
-        history = History(Limits.from_config(run.config), begin=version, joined=not specs)
+        settings = dict(leaves(OmegaConf.to_container(run.config)))
+        history = History(Limits.from_config(settings), begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
         self._readers = {name: LineReader(run.files.environment_report(name)) for name in specs}
         for name, spec in specs.items():

@@ -12,7 +12,7 @@ from recipe.atropos.report.run_history import History, shown
 from recipe.atropos.run.alarm_lines import by_alarm
 from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
 from recipe.atropos.watchdog.history import History as WatchedHistory
-from recipe.atropos.watchdog.history import Limits, logprob_tolerance
+from recipe.atropos.watchdog.history import Limits
 from recipe.atropos.watchdog.watchdog import Watchdog
 
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
@@ -69,7 +69,8 @@ def _of_summary(history: History) -> Seen:
 def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
     """Return the lines that the watchdog would have written of the recorded steps and reports, and what it saw last."""
     lines: list[dict[str, Any]] = []
-    watchdog = Watchdog(WatchedHistory(_limits(history)))
+    wait = history.config.get(_WAIT) or derived_wait(_WAIT, history.config.get("data.max_response_length", 1536))
+    watchdog = Watchdog(WatchedHistory(Limits.from_config({**history.config, _WAIT: wait})))
     events = [(line["time"], None, line) for line in history.lines]
     events += [(line["time"], name, line) for name, reports in history.reports.items() for line in reports]
     events.sort(key=lambda event: event[0])
@@ -82,21 +83,6 @@ def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
         if place % every == 0 or place == len(events):
             lines += watchdog.changes(now)
     return lines, {key: raised.finding.seen for key, raised in watchdog.raised.items()}
-
-
-def _limits(history: History) -> Limits:
-    config = history.config
-    tolerance = config.get("trainer.atropos.logprob_tolerance")
-    silent_after = config.get("watchdog.silent_after", Limits.silent_after)
-    wait = config.get(_WAIT) or derived_wait(_WAIT, config.get("data.max_response_length", 1536))
-    return Limits(
-        logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
-        max_staleness=config.get("trainer.atropos.max_staleness"),
-        push_every=config.get("trainer.atropos.weight_sync.every", 1),
-        distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,
-        silent_after=silent_after,
-        first_answer=max(silent_after, wait / 2),
-    )
 
 
 def _server_behind(history: History) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
-
 from recipe.atropos.data.reasons import Reason
 
 PREFIX = "atropos/alarms/"
@@ -43,15 +41,17 @@ class Limits:
     first_answer: float = 300.0  # until the first item or request must have ended, whose usual length is unknown
 
     @classmethod
-    def from_config(cls, config: DictConfig) -> "Limits":
-        atropos, silent = config.trainer.atropos, config.watchdog.silent_after
+    def from_config(cls, config: Mapping[str, Any]) -> "Limits":
+        """``config``: values by dotted key, with the longest wait; what an earlier version's lacks has its default."""
+        tolerance = config.get("trainer.atropos.logprob_tolerance")
+        silent_after = config.get("watchdog.silent_after", cls.silent_after)
         return cls(
-            logprob_tolerance=logprob_tolerance(atropos.logprob_tolerance, config.inference.dtype),
-            max_staleness=atropos.max_staleness,
-            push_every=atropos.weight_sync.every,
-            distills=atropos.distillation.loss_coef > 0,
-            silent_after=silent,
-            first_answer=max(silent, (atropos.max_wait_time or 0.0) / 2),
+            logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
+            max_staleness=config.get("trainer.atropos.max_staleness"),
+            push_every=config.get("trainer.atropos.weight_sync.every", 1),
+            distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,
+            silent_after=silent_after,
+            first_answer=max(silent_after, config["trainer.atropos.max_wait_time"] / 2),
         )
 
 
@@ -227,11 +227,8 @@ class History:
         """Add what ``/diagnose`` of the Trajectory API says."""
         self.api, self.api_time = state, now
         queue = state["queue"]
-        if queue["tokens"] <= queue["tokens_limit"]:
-            self.queue_full = None
-        else:
-            since, polls = self.queue_full or (now, 0)
-            self.queue_full = since, polls + 1
+        since, polls = self.queue_full or (now, 0)
+        self.queue_full = (since, polls + 1) if queue["tokens"] > queue["tokens_limit"] else None
 
     def add_gateway(self, status: Mapping[str, Any] | None, now: float) -> None:
         """Add the gateway's status; None: it did not answer."""
