@@ -4,7 +4,6 @@ and of those that a page shows, short enough to be embedded in it. Imports torch
 The run must have kept its batches (``api.retention=all``, the default).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -123,15 +122,14 @@ def token_columns(
         except DataSourceError as error:  # some batches may have been removed
             failed = error
             continue
-        places = defaultdict(list)
-        for index, uid in enumerate(recorded.non_tensor_batch["uid"]):
-            places[uid].append(index)
+        unused = dict(enumerate(recorded.non_tensor_batch["uid"]))  # each row is shown once
         width = recorded.batch["prompts"].shape[1]
         for place, row in enumerate(rows):
-            index = _same_row(recorded, places[row["uid"]], row["output"], tokenizer)
+            of_group = [index for index, uid in unused.items() if uid == row["uid"]]
+            index = _same_row(recorded, of_group, row["output"], tokenizer)
             if index is None or left <= 0:
                 continue
-            places[row["uid"]].remove(index)  # each row is shown once
+            del unused[index]
             tokens = list(tokens_of_row(recorded, index, tokenizer))
             prompt = int(recorded.batch["attention_mask"][index, :width].sum())
             tokens = tokens[prompt:][: min(left, of_a_row)]
