@@ -22,6 +22,7 @@ FIRST_STEPS = 20
 _LAST_STEPS, _REPORTS = 1000, 2000
 RECENT_ITEMS = 64  # of an environment, over which shares are computed
 _RATE_SECONDS = 60.0  # over which a server's finished requests are counted
+_Counted = tuple[float, int | None, Counter[str]]  # time, step and counts of an environment
 
 
 def logprob_tolerance(given: float | None, dtype: str) -> float:
@@ -91,10 +92,10 @@ class EnvironmentHistory:
     abandoned: str = ""  # why
     in_flight: int = 0
     counts: Counter[str] = field(default_factory=Counter)
-    pulse: Pulse | None = None
+    pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
     score: float | None = None  # mean over everything scored since the report before
-    at_last_group: tuple[float, int | None, Counter[str]] | None = None  # time, step and counts
-    recent: deque[tuple[float, int | None, Counter[str]]] = field(default_factory=lambda: deque(maxlen=_REPORTS))
+    at_last_group: _Counted = (0.0, None, Counter())  # or at the first report
+    recent: deque[_Counted] = field(default_factory=lambda: deque(maxlen=_REPORTS))  # empty before the first report
     _of_process: Counter[str] = field(default_factory=Counter)
 
     def add(self, line: Mapping[str, Any], step: int | None) -> None:
@@ -104,7 +105,7 @@ class EnvironmentHistory:
             self.number = line["registered"]
         if "started" in line:  # a new process counts from 0, and registers again
             self._of_process, self.in_flight, self.number = Counter(), 0, None
-        if self.pulse is None or self.at_last_group is None:
+        if not self.recent:
             self.pulse, self.at_last_group = Pulse(now), (now, step, Counter())
             self.recent.append(self.at_last_group)
         if "counts" not in line:
@@ -262,8 +263,7 @@ class History:
             server.since = now
             server.pulse.rest(now)
         for environment in self.environments.values():
-            if environment.pulse is not None:
-                environment.pulse.skip(rested, now)
+            environment.pulse.skip(rested, now)
 
     def sampling(self, now: float) -> bool:
         """Return whether the servers finish the requests that they have: what hangs then is not waiting for them."""

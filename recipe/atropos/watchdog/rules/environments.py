@@ -124,7 +124,7 @@ def environment_findings(history: History, now: float) -> Iterator[Finding]:
 
 def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
     if environment.abandoned:
-        since, step, _ = environment.at_last_group or (now, history.step, None)
+        since, step, _ = environment.at_last_group if environment.recent else (now, history.step, None)
         text = f"{environment.abandoned}{_log_hint(environment)}"
         yield Finding("environment_silent", text, since, step, environment.name)
         return
@@ -142,8 +142,6 @@ def _broken_policy_first(history: History, found: Finding) -> Finding:
 
 def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
     """Nothing was sent since some time: the reason of most of what ended."""
-    if environment.at_last_group is None:
-        return
     since, step, counts = environment.at_last_group
     new = environment.counts - counts
     if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= new["items"]:
@@ -190,7 +188,7 @@ def _silent(history: History, environment: EnvironmentHistory, now: float) -> It
         )
         return
     pulse = environment.pulse
-    if pulse is None or environment.in_flight == 0 or not history.sampling(now):
+    if environment.in_flight == 0 or not history.sampling(now):
         return
     if (quiet := now - pulse.last) > pulse.limit(history.limits):
         usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
