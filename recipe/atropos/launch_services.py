@@ -150,8 +150,9 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 prepare_run(plan)
                 if detach is not None:
                     detach(run.files)
-                view = LiveView(console, run.files.path, hint="Ctrl-C stops the run")
-                with bounded_logs(run.files.logs), view if shows_live(console) else contextlib.nullcontext():
+                shown = shows_live(console)
+                view = LiveView(console, run.files.path, "Ctrl-C stops the run") if shown else contextlib.nullcontext()
+                with bounded_logs(run.files.logs), view:
                     asyncio.run(launch(run))
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[bold]stopped[/] the same command resumes the run")
