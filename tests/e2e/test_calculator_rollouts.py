@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.adapter.completion_cache import trained_spans, versions_of
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator_tool import answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
+from recipe.atropos.inference.sampled import versions_of
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.sources.recorded import read_batch
 from recipe.atropos.utils.process import free_port, start_service

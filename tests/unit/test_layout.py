@@ -19,7 +19,7 @@ LAYERS = (
     ("algorithm", "terminal", "trajectory_api", "watchdog"),
     ("config", "sources"),
     ("checkpoint", "data_source", "inference"),
-    ("adapter", "report", "weight_sync"),
+    ("adapter", "report", "sessions", "weight_sync"),
     ("environments", "fsdp_workers", "gem", "launcher"),
     ("workers",),
     ("demo", "ray_trainer"),

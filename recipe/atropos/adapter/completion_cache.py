@@ -31,26 +31,12 @@ from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.rows import IGNORED
 from recipe.atropos.data.sampling import SamplingParams
 
-NOT_PUSHED = -1  # a version older than all others: the trainer drops what such weights sampled
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000
 
 _TEMPLATE = 8  # tokens, at most, that a template puts behind a message
 
 Logprobs = Sequence[float] | None
-
-
-def versions_of(meta_info: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the (oldest, newest) version of a reply's tokens; None if the server reports none.
-
-    A version that is no number, such as "default", means weights that no trainer pushed: ``NOT_PUSHED``.
-    """
-    spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version")}]
-    names = [span.get("version") for span in spans]
-    if any(name is None for name in names):
-        return None
-    versions = [int(name) if str(name).isdecimal() else NOT_PUSHED for name in names]
-    return min(versions), max(versions)
 
 
 Item = list["Completion"]  # those that were sampled for one item of an environment, by any of its tasks

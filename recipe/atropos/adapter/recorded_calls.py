@@ -21,7 +21,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
@@ -31,10 +31,11 @@ from openai.types.chat import ChatCompletion
 from openai.types.completion import Completion as TextCompletion
 from tenacity import RetryError
 
-from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache, versions_of
+from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache
 from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.sampled import SampledReply, read_reply
 
 ATTEMPTS = 5
 
@@ -75,16 +76,6 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     return params, unknown
 
 
-class Reply(NamedTuple):
-    """A whole reply of /generate; ``finish`` is SGLang's finish_reason."""
-
-    text: str
-    tokens: list[int]
-    logprobs: list[float]
-    finish: dict[str, Any]
-    versions: tuple[int, int] | None  # see ``versions_of``
-
-
 class Calls:
     """The calls of one environment. ``count`` takes the name of an event and a number."""
 
@@ -108,7 +99,7 @@ class Calls:
 
     async def sample(
         self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
-    ) -> list[Reply]:
+    ) -> list[SampledReply]:
         """Return and cache ``n`` whole replies to a prompt; ``timeout`` in s, None for the server's.
 
         Raises:
@@ -121,10 +112,10 @@ class Calls:
         sampling = SamplingParams.from_request(params)
         params = {**params, **sampling.request()}
 
-        async def request(n: int) -> list[Reply]:
+        async def request(n: int) -> list[SampledReply]:
             async with client:
                 answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
-            found = map(_read, answers if isinstance(answers, list) else [answers])
+            found = map(read_reply, answers if isinstance(answers, list) else [answers])
             return [reply for reply in found if reply is not None]
 
         replies = await self._whole(request, params.get("n", 1), client.url, "/generate")
@@ -319,16 +310,6 @@ class RecordingManagedServer(ManagedServer):
 def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
     """Return the ids with a single BOS token if both chat template and tokenizer added one."""
     return ids[1:] if len(ids) >= 2 and ids[0] == tokenizer.bos_token_id == ids[1] else list(ids)
-
-
-def _read(answer: dict[str, Any]) -> Reply | None:
-    """Return a sample of /generate; None if it was aborted, or has no tokens."""
-    info = answer["meta_info"]
-    sampled, finish = info.get("output_token_logprobs"), info.get("finish_reason") or {}
-    if not sampled or finish.get("type") == "abort":
-        return None
-    tokens, logprobs = [token for _, token, *_ in sampled], [value for value, *_ in sampled]
-    return Reply(answer.get("text"), tokens, logprobs, finish, versions_of(info))
 
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

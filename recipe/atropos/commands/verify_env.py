@@ -31,7 +31,7 @@ from rich.text import Text
 from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.completion_cache import NOT_PUSHED, trained_spans
+from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
@@ -40,6 +40,7 @@ from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.sampled import NOT_PUSHED
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _MOST_WARNINGS = 10_000  # then the earlier ones are forgotten

@@ -4,10 +4,10 @@ import pytest
 
 from helpers.services import group
 from helpers.trainer import compose_config
-from recipe.atropos.adapter.completion_cache import NOT_PUSHED
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
+from recipe.atropos.inference.sampled import NOT_PUSHED
 
 
 def versioned(number, oldest, newest):
