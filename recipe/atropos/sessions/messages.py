@@ -8,6 +8,7 @@ with the arguments as JSON text; a tool's ``tool_call_id`` and ``name``. Tools a
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -32,23 +33,29 @@ class RequestError(AtroposError, ValueError):
         self.status, self.kind = status, kind
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class Strict(msgspec.Struct, forbid_unknown_fields=True):  # type: ignore[call-arg]  # msgspec's, unseen here
+    """Base of what environments send: an unknown field is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
     """A request: ``messages``, or a ``prompt`` (text or token ids) as it is. ``sampling`` are parameters of SGLang's
     /generate, those that the client gave; ``template`` arguments of the chat template; ``previous`` the id of the reply
     that the messages continue; ``body`` the request itself.
     """
 
-    messages: list[Message] = []
+    messages: list[Message] = field(default_factory=list)
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
-    sampling: dict[str, Any] = {}
-    template: dict[str, Any] = {}
+    sampling: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
     previous: str | None = None
     stream: bool = False
-    body: dict[str, Any] = {}
+    body: dict[str, Any] = field(default_factory=dict)
 
 
-class Call(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Call:
     """A tool call; ``arguments`` is JSON text."""
 
     id: str
@@ -56,7 +63,8 @@ class Call(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Reply:
     """The policy's answer, as it is recorded: the same one answers a retry.
 
     ``prompt`` (p,) and ``tokens`` (n,) are ids, ``logprobs`` (n,) of the sampled tokens, ``versions`` spans
@@ -74,7 +82,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
-    versions: list[dict[str, Any]] = []
+    versions: list[dict[str, Any]] = field(default_factory=list)
 
     def message(self) -> Message:
         """Return it as an assistant's message."""

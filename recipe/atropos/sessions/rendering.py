@@ -1,0 +1,191 @@
+"""Messages to token ids, and sampled ids back to messages, by the package ``renderers``.
+
+A model that it knows by name has its own renderer there; any other, and any that the configuration names, goes through
+its chat template. Guarantees:
+
+- ``bridged`` never writes a sampled token anew: what it returns begins with the ids of the path that it continues.
+- Where a template cannot be bridged exactly, it returns None, and the caller renders everything anew.
+- With ``thinking="kept"`` the reasoning of earlier replies stays in the context as it was sampled, also where the
+  template removes it; with "as_template" it is removed where the template does, which begins a history anew.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from pydantic import TypeAdapter
+from renderers import create_renderer
+from renderers.base import ToolCallParseStatus
+from renderers.configs import RendererConfig
+from renderers.default import DefaultRenderer
+
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.sessions.messages import Message, RequestError
+from recipe.atropos.sessions.tree import Turn
+
+Thinking = Literal["kept", "as_template"]
+Parsed = tuple[str, str | None, list[tuple[str, str]]]  # content, reasoning, calls as (name, JSON of the arguments)
+
+_MARK = "\ue000the reply\ue001"  # stands for a sampled reply in a rendered text; private characters of Unicode
+
+
+class Rendering:
+    """The policy's chat format. ``renderer`` is one of the package's names, "auto" or "default"; ``tool_parser`` names
+    the format of tool calls where the chat template is used (qwen3, qwen3.5, glm, deepseek-v3).
+
+    Raises:
+        ConfigurationError: a name is unknown.
+    """
+
+    def __init__(
+        self, tokenizer: Any, renderer: str = "auto", tool_parser: str | None = None, thinking: Thinking = "kept"
+    ):
+        self.tokenizer, self.thinking = tokenizer, thinking
+        self._name, self._tool_parser = renderer, tool_parser
+        self._renderers = lru_cache(maxsize=16)(self._create)
+        try:
+            self._renderers("{}")
+        except ValueError as error:
+            raise ConfigurationError(
+                f"sessions.renderer={renderer}, sessions.tool_parser={tool_parser}: {error}"
+            ) from error
+
+    def _create(self, template: str) -> Any:
+        """Return the renderer for the arguments of a chat template, given as JSON."""
+        given = json.loads(template)
+        if self._name == "auto":
+            found = create_renderer(self.tokenizer)
+            if not isinstance(found, DefaultRenderer):
+                given |= {"name": found.config.name}
+        elif self._name != "default":
+            given |= {"name": self._name}
+        if "name" not in given:
+            parsers = {"tool_parser": self._tool_parser, "reasoning_parser": "think"}
+            given |= {"name": "default", **parsers}
+        elif self.thinking == "kept":
+            given |= {"thinking_retention": "all"}
+        return create_renderer(self.tokenizer, TypeAdapter(RendererConfig).validate_python(given))
+
+    def _renderer(self, template: dict[str, Any]) -> Any:
+        try:
+            return self._renderers(orjson.dumps(template, option=orjson.OPT_SORT_KEYS).decode())
+        except (ValueError, TypeError) as error:
+            raise RequestError(f"chat_template_kwargs={template}: {error}") from error
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """The ids that are no text, among them those that end a reply."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The ids that end a reply."""
+        return list(self._renderer({}).get_stop_token_ids())
+
+    def prompt(self, messages: list[Message], tools: list | None, template: dict[str, Any]) -> list[int]:
+        """Return the ids of messages and the beginning of a reply.
+
+        Raises:
+            RequestError: the template refuses the messages.
+        """
+        try:
+            return self._renderer(template).render_ids(messages, tools=tools, add_generation_prompt=True)
+        except Exception as error:  # a template raises what it likes
+            raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+    def bridged(
+        self, turn: Turn, history: list[Message], new: list[Message], tools: list | None, template: dict[str, Any]
+    ) -> list[int] | None:
+        """Return the ids of a path, then of ``new`` messages and the beginning of a reply; None if that is not exact.
+
+        ``history`` are the path's messages, the last the turn's reply.
+        """
+        renderer = self._renderer(template)
+        before = turn.ids().tolist()
+        if isinstance(renderer, DefaultRenderer):
+            if self.thinking == "as_template" and any(one.thinking for one in turn.path()):
+                ids = self.prompt([*history, *new], tools, template)
+            else:
+                tail = self._after_reply(renderer, turn, history, new, tools)
+                ids = None if tail is None else before + tail
+        else:
+            prompt, completion = before[: -len(turn.tokens)], turn.tokens.tolist()
+            found = renderer.bridge_to_next_turn(prompt, completion, new, tools=tools)
+            ids = found and list(found.token_ids)
+        return ids if ids and ids[: len(before)] == before and len(ids) > len(before) else None
+
+    def _after_reply(
+        self, renderer: DefaultRenderer, turn: Turn, history: list[Message], new: list[Message], tools: list | None
+    ) -> list[int] | None:
+        """Return the ids that the template puts after the last reply, in whose place it is given a mark."""
+        marked = {"role": "assistant", "content": _MARK}
+        arguments = {**(renderer.config.model_extra or {}), **({"tools": tools} if tools else {})}
+        for reply in (marked, {**history[-1], **marked}):  # some want the call that a tool's result answers
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    _with_arguments([*history[:-1], reply, *new]),
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **arguments,
+                )
+            except Exception:  # as in ``prompt``; rendered anew, its error reaches the client
+                continue
+            _, found, tail = text.partition(_MARK)
+            if found and _MARK not in tail:
+                ids = self.tokenizer.encode(tail, add_special_tokens=False)
+                ended = turn.tokens[-1] in self.special and ids[:1] == [turn.tokens[-1]]  # the reply ended its turn
+                return ids[1:] if ended else ids
+        return None
+
+    def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:
+        """Return what a reply says. A call that cannot be read stays in the content as it was written."""
+        found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
+        calls, content = [], found.content or ""
+        for call in found.tool_calls:
+            if call.name and call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL):
+                given = call.arguments
+                calls.append((call.name, given if isinstance(given, str) else orjson.dumps(given or {}).decode()))
+            else:
+                content += call.raw
+        return content, found.reasoning_content, calls
+
+    def text(self, tokens: list[int]) -> str:
+        """Return a reply's text, without what ended its turn."""
+        return self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.special else tokens, skip_special_tokens=False)
+
+    def after_text(self, turn: Turn, prompt: str) -> list[int] | None:
+        """Return the ids of what a text has after that of a turn; None if it does not go on where the reply ended."""
+        rest = self.encode(prompt[len(turn.text or "") :], special=False)
+        if turn.tokens[-1] in self.special:
+            return rest[1:] if rest[:1] == [turn.tokens[-1]] else None
+        return rest or None
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=special)
+
+
+def _with_arguments(messages: list[Message]) -> list[Message]:
+    """Return messages with the arguments of calls as mappings, which most templates expect."""
+    found = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            calls = [{**call, "function": {**call["function"], "arguments": _mapping(call)}} for call in calls]
+            message = {**message, "tool_calls": calls}
+        found.append(message)
+    return found
+
+
+def _mapping(call: dict[str, Any]) -> Any:
+    try:
+        return json.loads(call["function"]["arguments"] or "{}")
+    except ValueError:
+        return call["function"]["arguments"]
+
+
+def as_ids(ids: Sequence[int]) -> np.ndarray:
+    """Return ids as (length,) int32."""
+    return np.array(ids, np.int32)

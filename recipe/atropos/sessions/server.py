@@ -1,0 +1,335 @@
+"""The session server: ``python -m recipe.atropos.sessions.server --port N --gateway URL --tokenizer DIR --data FILE``
+
+It stands before the gateway. Whoever has the environments' key opens sessions and reads their rows; a program that is
+given a session's key and this address speaks OpenAI's or Anthropic's API, and knows of nothing else. Guarantees:
+
+- A session's key opens its own sampling endpoints and nothing else: no other session, no gateway, no Trajectory API. It
+  is made of its id and the environments' key, so it needs no storage.
+- Requests wait while the gateway holds them (weights are pushed, servers restart), within its limit. Streams send their
+  headers and keep-alives at once.
+- What is sampled is recorded before it is answered, also when the client has left; see ``session``.
+
+The endpoints of the environments: ``POST /sessions``, ``GET /sessions/ID``, ``GET /sessions/ID/rows``,
+``POST /sessions/ID/reward``.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import orjson
+from aiohttp import hdrs, web
+from transformers import AutoTokenizer
+
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.sampled import SampledReply, read_reply
+from recipe.atropos.sessions.dialects import DIALECTS
+from recipe.atropos.sessions.messages import Asked, RequestError, Strict
+from recipe.atropos.sessions.rendering import Rendering
+from recipe.atropos.sessions.session import Exchange, Limits, Session, State
+from recipe.atropos.sessions.store import Store
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.sockets import inherited_socket
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 5  # at a reply that the servers abort
+_KEEP_ALIVE = 10.0  # s between two signs of life of a stream
+_BODY_BYTES = 64 << 20
+COUNT_PATH = "/v1/messages/count_tokens"
+
+
+def session_key(identifier: str, key: str) -> str:
+    """Return a session's key; ``key`` is the environments'."""
+    return f"{identifier}-{hashlib.blake2b(identifier.encode(), key=key.encode(), digest_size=16).hexdigest()}"
+
+
+class Opened(Strict):
+    """The body of ``POST /sessions``; see ``State``."""
+
+    env: str = ""
+    item: Any = None
+    group: str | None = None
+    seq: int = 0
+    sampling: dict[str, Any] = {}
+    limits: Limits = Limits()
+
+
+class Ended(Strict):
+    """The body of ``POST /sessions/ID/reward``. Without a reward the session failed, as ``end`` says."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    turn_values: list[float] | None = None
+    finished: bool = True
+    end: str | None = None
+
+
+class SessionServer:
+    """Request handlers over the sessions of a run. ``key`` is the environments'."""
+
+    def __init__(self, store: Store, rendering: Rendering, client: SGLangClient, key: str, model: str):
+        self.store, self.rendering, self.client, self.model = store, rendering, client, model
+        self._key = key
+        self._sessions: dict[str, Session] = {}
+        self._tasks: set[asyncio.Task] = set()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=_BODY_BYTES, middlewares=[self._errors])
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/sessions", self._of_environments(self.open))
+        app.router.add_get("/sessions/{id}", self._of_environments(self.describe))
+        app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
+        app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
+        for start in ("", "/sessions/{id}"):
+            app.router.add_get(f"{start}/v1/models", self.models)
+            app.router.add_post(f"{start}{COUNT_PATH}", self.count_tokens)
+            for dialect in DIALECTS:
+                for path in dialect.PATHS:
+                    app.router.add_post(start + path, partial(self.answer, dialect))
+        app.cleanup_ctx.append(self._run)
+        return app
+
+    async def _run(self, app: web.Application) -> Any:
+        async with self.client:
+            yield
+            for task in self._tasks:
+                task.cancel()
+        self.store.close()
+
+    # ------------------------------------------------------------------ who asks
+
+    def _of_environments(self, handler: Callable[[web.Request], Awaitable[web.Response]]) -> Any:
+        async def guarded(request: web.Request) -> web.Response:
+            if not hmac.compare_digest(_given_key(request).encode(), self._key.encode()):
+                raise RequestError("this takes the environments' key", 401, "authentication_error")
+            return await handler(request)
+
+        return guarded
+
+    def _session(self, request: web.Request) -> Session:
+        """Return the session that a request's key opens; a path may name it too."""
+        given, named = _given_key(request), request.match_info.get("id")
+        identifier = given.rpartition("-")[0]
+        if not hmac.compare_digest(given.encode(), session_key(identifier, self._key).encode()):
+            raise RequestError("the API key is no session's", 401, "authentication_error")
+        if named not in (None, identifier):
+            raise RequestError("the API key is another session's than the path's", 403, "permission_error")
+        return self._loaded(identifier)
+
+    def _loaded(self, identifier: str) -> Session:
+        if identifier not in self._sessions:
+            session = Session.load(self.store, identifier)
+            if session is None:
+                raise RequestError(f"no session {identifier}", 404, "not_found_error")
+            self._sessions[identifier] = session
+        return self._sessions[identifier]
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        dialect = _dialect_of(request.path)
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return _json(dialect.error(error.status, str(error), error.kind), error.status)
+        except InferenceError as error:
+            status = error.status if error.status in (400, 503) else 502
+            return _json(dialect.error(status, str(error), "api_error"), status)
+
+    # ------------------------------------------------------------------ environments
+
+    async def health(self, request: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def open(self, request: web.Request) -> web.Response:
+        asked = _decoded(await request.read(), Opened)
+        state = State(id=secrets.token_hex(12), created=time.time(), **msgspec.structs.asdict(asked))
+        session = Session(state, self.store)
+        session.save()
+        self._sessions[state.id] = session
+        return _json({"id": state.id, "base_url": _base_url(request), "api_key": session_key(state.id, self._key)})
+
+    async def describe(self, request: web.Request) -> web.Response:
+        session = self._loaded(request.match_info["id"])
+        return _json(msgspec.to_builtins(session.state) | session.summary())
+
+    async def rows(self, request: web.Request) -> web.Response:
+        """Answer with the session's rows to train on, one for each leaf; see ``Session.rows``."""
+        return _json(self._loaded(request.match_info["id"]).rows())
+
+    async def reward(self, request: web.Request) -> web.Response:
+        """End a session; the same reward again changes nothing."""
+        session, ended = self._loaded(request.match_info["id"]), _decoded(await request.read(), Ended)
+        end = "reward" if ended.reward is not None else ended.end or "no_reward"
+        result = msgspec.structs.asdict(ended) | {"end": end}
+        session.finish(**result)
+        answer = msgspec.to_builtins(session.state) | session.summary()
+        if not any(exchange.open for known in session.exchanges.values() for exchange in known):
+            self._sessions.pop(session.state.id, None)  # what is asked later is loaded again
+        return _json(answer)
+
+    # ------------------------------------------------------------------ programs
+
+    async def models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "atropos", "type": "model"}
+        return _json({"object": "list", "data": [model], "has_more": False})
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        asked = _dialect_of(request.path).read(_object(await request.read()))
+        return _json({"input_tokens": len(session.prompt(asked, self.rendering))})
+
+    async def answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
+        session, body = self._session(request), await request.read()
+        asked = dialect.read(_object(body))
+        digest = hashlib.blake2b(request.path.encode() + body, digest_size=16).digest()
+        exchange = self._exchange(session, asked, digest, request)
+        exchange.open += 1
+        try:
+            if asked.stream:
+                return await self._stream(dialect, session, asked, exchange, request)
+            reply = await self._reply(session, exchange)
+            response = _json(dialect.answer(asked, reply))
+            await response.prepare(request)
+            await response.write_eof()
+            session.delivered(exchange)
+            return response
+        finally:
+            exchange.open -= 1
+
+    def _exchange(self, session: Session, asked: Asked, digest: bytes, request: web.Request) -> Exchange:
+        """Return the exchange of a request, begun if it is no retry."""
+        exchange = session.exchange(digest, request.headers.get("x-stainless-retry-count", "0") != "0")
+        if exchange.task is None and exchange.number is None:
+            try:
+                session.check()
+            except RequestError:
+                session.drop(digest, exchange)
+                raise
+            exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
+            self._tasks.add(exchange.task)
+            exchange.task.add_done_callback(self._tasks.discard)
+        return exchange
+
+    async def _sample(self, session: Session, asked: Asked, digest: bytes, exchange: Exchange) -> None:
+        try:
+            exchange.number = await session.sample(asked, digest, self.rendering, self._generate, self.model)
+        except BaseException:
+            session.drop(digest, exchange)
+            raise
+
+    async def _generate(self, ids: list[int], params: dict[str, Any]) -> tuple[SampledReply, list[dict[str, Any]]]:
+        for _ in range(_ATTEMPTS):
+            answer = await self.client.generate(input_ids=ids, sampling_params=params)
+            if (reply := read_reply(answer)) is not None:
+                info, size = answer["meta_info"], len(reply.tokens)
+                whole = [{"version": info.get("weight_version"), "start": 0, "end": size}]
+                return reply, info.get("weight_versions") or whole
+        raise InferenceError(self.client.url, "/generate", f"aborted or empty, {_ATTEMPTS} times; see its log", 503)
+
+    async def _reply(self, session: Session, exchange: Exchange) -> Any:
+        if exchange.number is None:
+            await asyncio.shield(exchange.task)
+        return session.recorded(exchange.number)
+
+    async def _stream(
+        self, dialect: ModuleType, session: Session, asked: Asked, exchange: Exchange, request: web.Request
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        await response.write(dialect.KEEP_ALIVE)
+        try:
+            while exchange.number is None:
+                await asyncio.wait([exchange.task], timeout=_KEEP_ALIVE)
+                if exchange.task.done():
+                    exchange.task.result()
+                else:
+                    await response.write(dialect.KEEP_ALIVE)
+            for event in dialect.events(asked, session.recorded(exchange.number)):
+                await response.write(event)
+        except (RequestError, InferenceError) as error:
+            kind = getattr(error, "kind", "api_error")
+            await response.write(dialect.failed(error.status or 502, str(error), kind))
+            return response
+        await response.write_eof()
+        session.delivered(exchange)
+        return response
+
+
+def _dialect_of(path: str) -> ModuleType:
+    """Return the dialect of a path, by which errors are written; the first for paths of none."""
+    return next((one for one in DIALECTS if path.endswith((*one.PATHS, f"{one.PATHS[0]}/count_tokens"))), DIALECTS[0])
+
+
+def _given_key(request: web.Request) -> str:
+    return request.headers.get("x-api-key") or request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
+
+
+def _base_url(request: web.Request) -> str:
+    return f"{request.scheme}://{request.host}"
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RequestError("the body is not a JSON object")
+    return found
+
+
+def _decoded(body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise RequestError(str(error)) from error
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipe.atropos.sessions.server",
+        description=f"Sessions of programs that call a model; ${API_KEY_VARIABLE} is the environments' key.",
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--gateway", required=True, help="URL of the gateway, without /v1")
+    parser.add_argument("--tokenizer", required=True, help="the policy's: a folder, or a name on the hub")
+    parser.add_argument("--data", type=Path, required=True, help="the database, which is made if it is missing")
+    parser.add_argument("--model", default="policy", help="its name in answers")
+    parser.add_argument("--renderer", default="auto", help="a name of the package renderers, or default")
+    parser.add_argument("--tool-parser", help="format of tool calls, where the chat template is used: qwen3, ...")
+    parser.add_argument("--thinking", choices=("kept", "as_template"), default="kept")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    key = os.environ[API_KEY_VARIABLE]
+    rendering = Rendering(
+        AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
+    )
+    client = SGLangClient(options.gateway, key, own=True)
+    server = SessionServer(Store(options.data), rendering, client, key, options.model)
+    given = inherited_socket()
+    where = {"sock": given} if given else {"host": options.host, "port": options.port}
+    web.run_app(
+        server.app(), **where, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, print=logger.info
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""A session: one run of a program that calls the policy, its turns, limits, retries and its end.
+
+- A turn is stored before its reply leaves, so a server that was killed goes on with every reply that a client has seen.
+- A retry is recognized, not guessed: the client's library says so (``x-stainless-retry-count``), or the same request
+  comes again after the connection of the first broke before its reply was wholly written. It gets the recorded
+  reply, or waits for the one in progress. Equal requests on two open connections are two turns.
+- A session ends by its reward, or by a limit; from then on requests are refused, with the reason.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from recipe.atropos.data.sampling import SamplingParams
+from recipe.atropos.inference.sampled import SampledReply
+from recipe.atropos.sessions.messages import Asked, Call, Message, Reply, RequestError, Strict, digest
+from recipe.atropos.sessions.rendering import Rendering, as_ids
+from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.tree import Said, Tree, Turn, identified
+
+Generate = Callable[[list[int], dict[str, Any]], Awaitable[tuple[SampledReply, list[dict[str, Any]]]]]
+"""Samples a whole reply to token ids, with SGLang's parameters; returns it and the spans of its weight versions."""
+
+
+class Limits(Strict):
+    """What a session may use: ``turns`` replies, ``tokens`` sampled, ``seconds`` from its creation, and ``context``
+    tokens of a prompt with its reply, beyond which a single request is refused. None: no limit.
+    """
+
+    turns: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+    context: int | None = None
+
+
+@dataclass(kw_only=True)
+class State:
+    """What is stored of a session. ``sampling`` overrides what requests ask; ``end`` is "reward", the limit that was
+    reached, or the reason why the program failed.
+    """
+
+    id: str
+    env: str = ""
+    item: Any = None
+    group: str | None = None
+    seq: int = 0
+    sampling: dict[str, Any] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+    created: float
+    end: str | None = None
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    turn_values: list[float] | None = None
+    finished: bool = True
+
+
+@dataclass
+class _Record:
+    """A turn as it is stored; ``reply`` without its prompt, which is that of the path."""
+
+    parent: int | None
+    added: bytes
+    reply: Reply
+    versions: tuple[int, int] | None
+    sampling: dict[str, Any]
+    said: list[tuple[bytes, bytes, str]]
+    text: str | None
+    cause: str | None
+    messages: list[Message]
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and its answer: the task that samples it, or the number of its turn once it is stored; ``open`` counts
+    the connections that wait for it.
+    """
+
+    task: asyncio.Task | None = None
+    number: int | None = None
+    open: int = 0
+    delivered: bool = False
+
+
+@dataclass(eq=False)
+class Session:
+    """See the module docstring."""
+
+    state: State
+    store: Store
+    tree: Tree = field(default_factory=Tree)
+    retries: int = 0
+    exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, store: Store, identifier: str) -> "Session | None":
+        """Return a session as it was stored, None if there is none of this id."""
+        found = store.session(identifier)
+        if found is None:
+            return None
+        session = cls(msgspec.json.decode(found, type=State), store)
+        for number, request, delivered, data in store.turns(identifier):
+            session._add(_decode(data), number)
+            session.exchanges.setdefault(request, []).append(Exchange(number=number, delivered=delivered))
+        return session
+
+    def save(self) -> None:
+        self.store.put_session(self.state.id, msgspec.json.encode(self.state))
+
+    # ------------------------------------------------------------------ requests
+
+    def exchange(self, request: bytes, retry: bool) -> Exchange:
+        """Return the exchange of a request that comes again, or a new one; ``retry``: its client says that it does."""
+        known = self.exchanges.setdefault(request, [])
+        for exchange in reversed(known):
+            if retry or not (exchange.delivered or exchange.open):
+                self.retries += 1
+                return exchange
+        known.append(Exchange())
+        return known[-1]
+
+    def drop(self, request: bytes, exchange: Exchange) -> None:
+        """Forget an exchange that failed, so that a retry asks again."""
+        self.exchanges[request].remove(exchange)
+
+    def check(self) -> None:
+        """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
+        state, limits = self.state, self.state.limits
+        if state.end is None:
+            if limits.turns is not None and len(self.tree.turns) >= limits.turns:
+                self.finish("turns")
+            elif limits.tokens is not None and self.sampled >= limits.tokens:
+                self.finish("tokens")
+            elif limits.seconds is not None and time.time() - state.created > limits.seconds:
+                self.finish("seconds")
+        if state.end in msgspec.structs.asdict(limits):
+            limit = getattr(limits, state.end)
+            raise RequestError(f"the session has reached its limit of {limit:g} {state.end}", 403, "permission_error")
+        if state.end is not None:
+            raise RequestError(f"the session has ended ({state.end})", 403, "permission_error")
+
+    def finish(self, end: str, **result: Any) -> None:
+        """End the session, if it has not ended; ``result``: fields of ``State``."""
+        if self.state.end is None or (end == "reward" and self.state.reward is None):
+            self.state = replace(self.state, end=end, **result)
+            self.save()
+
+    @property
+    def forks(self) -> Counter[str]:
+        """Number of histories that begin anew, by cause."""
+        return Counter(turn.cause for turn in self.tree.turns if turn.cause is not None)
+
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that were sampled."""
+        return sum(len(turn.tokens) for turn in self.tree.turns)
+
+    async def sample(self, asked: Asked, request: bytes, rendering: Rendering, generate: Generate, model: str) -> int:
+        """Sample and store the reply to a request; return its turn's number.
+
+        Raises:
+            RequestError: it cannot be rendered, or its prompt leaves no room for a reply.
+        """
+        messages = self._messages(asked)
+        parent, prompt, said, cause = self._prompt(asked, messages, rendering)
+        params = self._params(asked, len(prompt), rendering)
+        begun = as_ids(prompt)
+        sampled, spans = await generate(prompt, params)
+        reply = self._reply(asked, sampled, spans, prompt, rendering, model)
+        added = begun if parent is None else begun[len(parent.ids()) :]
+        if asked.prompt is None:
+            message = reply.message()
+            kind = "calls" if reply.calls else "assistant"
+            said += identified([(digest(message), kind)], said[-1].key)
+        history = sum(len(turn.said) for turn in parent.path()) if parent else 0
+        record = _Record(
+            parent and parent.number,
+            added.tobytes(),
+            replace(reply, prompt=[]),
+            sampled.versions,
+            SamplingParams.from_request(params).to_mapping(),
+            [tuple(one) for one in said[history:]],
+            asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
+            cause,
+            messages[history:],
+        )
+        number = len(self.tree.turns)
+        self.store.add_turn(self.state.id, number, request, msgspec.msgpack.encode(record))
+        self._add(record, number)
+        return number
+
+    def prompt(self, asked: Asked, rendering: Rendering) -> list[int]:
+        """Return the ids that a reply to this request would be sampled after. Raises as ``sample``."""
+        return self._prompt(asked, self._messages(asked), rendering)[1]
+
+    def delivered(self, exchange: Exchange) -> None:
+        """Note that a reply was wholly written: the same request is then another one."""
+        if not exchange.delivered and exchange.number is not None:
+            exchange.delivered = True
+            self.store.set_delivered(self.state.id, exchange.number)
+
+    def recorded(self, number: int) -> Reply:
+        """Return the reply of a turn, as it was."""
+        [(*_, data)] = self.store.turns(self.state.id, number)
+        return replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
+
+    def history(self, turn: Turn) -> list[Message]:
+        """Return the messages up to a turn's reply."""
+        found: list[Message] = []
+        for one in turn.path():
+            [(*_, data)] = self.store.turns(self.state.id, one.number)
+            record = _decode(data)
+            found += [*record.messages, record.reply.message()]
+        return found
+
+    # ------------------------------------------------------------------ results
+
+    def rows(self) -> dict[str, Any]:
+        """Return the leaves as lists over rows, named as in a scored group: ``tokens``, ``masks`` and
+        ``inference_logprobs``, (L,) each, ``policy_version_min`` and ``_max``, and ``sampling_params``.
+        """
+        leaves = list(self.tree.leaves())
+        return {
+            "tokens": [leaf.tokens.tolist() for leaf in leaves],
+            "masks": [leaf.masks.tolist() for leaf in leaves],
+            "inference_logprobs": [leaf.logprobs.tolist() for leaf in leaves],
+            "policy_version_min": [leaf.versions[0] for leaf in leaves],
+            "policy_version_max": [leaf.versions[1] for leaf in leaves],
+            "sampling_params": [[params.to_mapping() for params in leaf.sampling] for leaf in leaves],
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Return what happened: numbers of turns, sampled tokens, rows, calls of tools, retries, and forks by cause."""
+        turns = self.tree.turns
+        return {
+            "turns": len(turns),
+            "sampled": self.sampled,
+            "rows": sum(not turn.children for turn in turns),
+            "tool_calls": sum(bool(turn.said) and turn.said[-1].kind == "calls" for turn in turns),
+            "retries": self.retries,
+            "forks": dict(self.forks),
+        }
+
+    # ------------------------------------------------------------------ steps of a request
+
+    def _messages(self, asked: Asked) -> list[Message]:
+        """Return the whole history: what a request continues by id, and its own messages."""
+        messages = list(asked.messages)
+        if asked.previous is not None:
+            before = [turn for turn in self.tree.turns if turn.reply == asked.previous]
+            if not before:
+                raise RequestError(f"previous_response_id={asked.previous}: this session has no such reply", 404)
+            messages = self.history(before[0]) + messages
+        if asked.prompt is None and not messages:
+            raise RequestError("messages is empty; give at least one")
+        if messages and messages[-1]["role"] == "assistant":
+            raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
+        return messages
+
+    def _prompt(
+        self, asked: Asked, messages: list[Message], rendering: Rendering
+    ) -> tuple[Turn | None, list[int], list[Said], str | None]:
+        """Return the turn that a request continues, its whole prompt, what identifies its messages, and why it
+        continues none.
+        """
+        if isinstance(asked.prompt, str):
+            if (before := self.tree.continued_text(asked.prompt)) is not None:
+                if (rest := rendering.after_text(before, asked.prompt)) is not None:
+                    return before, before.ids().tolist() + rest, [], None
+            return None, rendering.encode(asked.prompt, special=True), [], None
+        if asked.prompt is not None:
+            return self.tree.continued_ids(as_ids(asked.prompt)), asked.prompt, [], None
+        root = hashlib.blake2b(msgspec.json.encode([asked.tools, asked.template], order="sorted"), digest_size=16)
+        kinds = [(digest(one), "calls" if one.get("tool_calls") else one["role"]) for one in messages]
+        said, cause = identified(kinds, root.digest()), None
+        if found := self.tree.continued(said):
+            turn, count = found
+            bridged = rendering.bridged(turn, messages[:count], messages[count:], asked.tools, asked.template)
+            if bridged is not None:
+                return turn, bridged, said, None
+            cause = "thinking_stripped" if any(one.thinking for one in turn.path()) else "other"
+        elif self.tree.turns:
+            cause = self.tree.fork_cause(said)
+        return None, rendering.prompt(messages, asked.tools, asked.template), said, cause
+
+    def _params(self, asked: Asked, prompt: int, rendering: Rendering) -> dict[str, Any]:
+        """Return the parameters of SGLang's request, every one of them, for a prompt of so many tokens."""
+        limits = self.state.limits
+        params = {"max_new_tokens": None, **asked.sampling, **self.state.sampling}
+        if asked.prompt is None:
+            params["stop_token_ids"] = sorted({*params.get("stop_token_ids", ()), *rendering.ends})
+        room = [params["max_new_tokens"]] if params["max_new_tokens"] is not None else []
+        if limits.tokens is not None:
+            room.append(limits.tokens - self.sampled)
+        if limits.context is not None:
+            if prompt >= limits.context:
+                message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"
+                raise RequestError(message, 400, "context_length_exceeded")
+            room.append(limits.context - prompt)
+        params["max_new_tokens"] = min(room, default=None)
+        try:
+            return {**params, **SamplingParams.from_request(params).request()}
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"sampling parameters {params}: {error}") from error
+
+    def _reply(
+        self,
+        asked: Asked,
+        sampled: SampledReply,
+        spans: list[dict[str, Any]],
+        prompt: list[int],
+        rendering: Rendering,
+        model: str,
+    ) -> Reply:
+        matched = sampled.finish.get("matched")
+        stop = matched if isinstance(matched, str) else None
+        calls: list[tuple[str, str]] = []
+        content, reasoning = sampled.text, None
+        if asked.prompt is None:
+            content, reasoning, calls = rendering.parsed(prompt, sampled.tokens, asked.tools, asked.template)
+            if stop is not None:
+                content = content.partition(stop)[0]
+        return Reply(
+            id=uuid.uuid4().hex,
+            created=int(time.time()),
+            model=model,
+            content=content,
+            reasoning=reasoning,
+            calls=tuple(Call(f"call_{uuid.uuid4().hex[:24]}", *call) for call in calls),
+            finish="length" if sampled.finish.get("type") == "length" else "stop",
+            stop=stop,
+            prompt=prompt,
+            tokens=sampled.tokens,
+            logprobs=sampled.logprobs,
+            versions=spans,
+        )
+
+    def _add(self, record: _Record, number: int) -> None:
+        turn = Turn(
+            number,
+            record.reply.id,
+            None if record.parent is None else self.tree.turns[record.parent],
+            np.frombuffer(record.added, np.int32),
+            as_ids(record.reply.tokens),
+            np.array(record.reply.logprobs),
+            record.versions,
+            SamplingParams.from_mapping(record.sampling),
+            tuple(Said(*one) for one in record.said),
+            record.text,
+            record.reply.reasoning is not None,
+            record.cause,
+        )
+        self.tree.add(turn)
+
+
+_decode = msgspec.msgpack.Decoder(_Record).decode

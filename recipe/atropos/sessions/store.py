@@ -1,0 +1,68 @@
+"""The sessions' database: what a killed server needs to go on as if nothing had happened.
+
+Each write is one transaction and done before it returns, so a turn is stored before its reply leaves. SQLite's WAL with
+``synchronous=NORMAL`` loses nothing when a process is killed.
+"""
+
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipe.atropos.errors import AtroposError
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS turns (
+    session TEXT, number INTEGER, request BLOB, delivered INTEGER, record BLOB, crc INTEGER,
+    PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+"""
+
+
+class DamagedTurn(AtroposError, RuntimeError):
+    """Error for a turn whose record is not what was stored; the message names the database and the session."""
+
+
+class Store:
+    """The open database; used by one process."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database.executescript(_TABLES)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def put_session(self, session: str, state: bytes) -> None:
+        self._database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (session, state))
+
+    def session(self, session: str) -> bytes | None:
+        found = self._database.execute("SELECT state FROM sessions WHERE id = ?", (session,)).fetchone()
+        return found and found[0]
+
+    def add_turn(self, session: str, number: int, request: bytes, record: bytes) -> None:
+        row = (session, number, request, record, zlib.crc32(record))
+        self._database.execute("INSERT INTO turns VALUES (?, ?, ?, 0, ?, ?)", row)
+
+    def set_delivered(self, session: str, number: int) -> None:
+        """Note that a turn's reply was wholly written to its client."""
+        self._database.execute("UPDATE turns SET delivered = 1 WHERE session = ? AND number = ?", (session, number))
+
+    def turns(self, session: str, number: int | None = None) -> Iterator[tuple[int, bytes, bool, bytes]]:
+        """Yield number, request, whether it was delivered, and record of a session's turns in order, or of one.
+
+        Raises:
+            DamagedTurn: a record is not what was stored.
+        """
+        query = "SELECT number, request, delivered, record, crc FROM turns WHERE session = ?"
+        one = "" if number is None else f" AND number = {int(number)}"
+        for at, request, delivered, record, crc in self._database.execute(f"{query}{one} ORDER BY number", (session,)):
+            if zlib.crc32(record) != crc:
+                raise DamagedTurn(
+                    f"{self.path}: turn {at} of session {session} is not what was stored; repeat the session"
+                )
+            yield at, request, bool(delivered), record
