@@ -38,7 +38,7 @@ class Said(NamedTuple):
 
 @dataclass(eq=False)
 class Turn:
-    """One reply, whose answer has the id ``reply``: ``added`` (a,) and ``tokens`` (n,) int32, ``logprobs`` (n,) float64.
+    """A reply, whose answer has the id ``reply``: ``added`` (a,) and ``tokens`` (n,) int32, ``logprobs`` (n,) float64.
 
     ``versions`` are the oldest and the newest that sampled it. ``said`` are the messages since the parent, the reply
     last; ``text`` is the prompt and the reply, if it was asked for with a text; ``cause`` why it begins a history anew,
