@@ -132,19 +132,18 @@ class Session:
 
     def check(self) -> None:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
-        state, limits = self.state, self.state.limits
-        if state.end is None:
+        limits = self.state.limits
+        if self.state.end is None:
             if limits.turns is not None and len(self.tree.turns) >= limits.turns:
                 self.finish("turns")
             elif limits.tokens is not None and self.sampled >= limits.tokens:
                 self.finish("tokens")
-            elif limits.seconds is not None and time.time() - state.created > limits.seconds:
+            elif limits.seconds is not None and time.time() - self.state.created > limits.seconds:
                 self.finish("seconds")
-        if state.end in msgspec.structs.asdict(limits):
-            limit = getattr(limits, state.end)
-            raise RequestError(f"the session has reached its limit of {limit:g} {state.end}", 403, "permission_error")
-        if state.end is not None:
-            raise RequestError(f"the session has ended ({state.end})", 403, "permission_error")
+        if (end := self.state.end) is not None:
+            reached = end in ("turns", "tokens", "seconds")
+            why = f"reached its limit of {getattr(limits, end):g} {end}" if reached else f"ended ({end})"
+            raise RequestError(f"the session has {why}", 403, "permission_error")
 
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``."""

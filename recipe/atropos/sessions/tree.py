@@ -175,9 +175,11 @@ class Tree:
             return None
         if common == len(best):
             return "other"  # the same messages with other tools, or other arguments of the template
-        if len(said) < len(best):
-            return "compaction"
-        return "tool_call_changed" if best[common].kind == "calls" else "message_edited"
+        if best[common].kind == said[common].kind == "calls":
+            return "tool_call_changed"
+        mine, theirs = (history[common + 1 : common + 2] for history in (best, said))
+        goes_on = [one.digest for one in mine] == [one.digest for one in theirs]
+        return "message_edited" if goes_on or len(said) >= len(best) else "compaction"
 
 
 def identified(messages: Iterable[tuple[bytes, str]], root: bytes) -> list[Said]:

@@ -1,0 +1,158 @@
+"""Chat templates as models ship them, a tokenizer for them, and a policy whose every token is known."""
+
+import asyncio
+import random
+import re
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from recipe.atropos.inference.sampled import SampledReply
+
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+)
+TOOLS = "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}" + CALLS + "<|im_end|>\n"
+_LAST = (
+    "{% set last = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+)
+TEMPLATES = {
+    "chatml": TOOLS + "{% for m in messages %}" + _TURN + "{% endfor %}" + PROMPT,
+    "thinking_stripped": TOOLS + _LAST + "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > last.at %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}" + CALLS + "<|im_end|>\n{% endfor %}" + PROMPT,
+    "thinking_kept": TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    + CALLS
+    + "<|im_end|>\n{% endfor %}"
+    + PROMPT,
+    "thinking_begun": TOOLS + "{% for m in messages %}" + _TURN + "{% endfor %}" + PROMPT.replace(
+        "assistant\n", "assistant\n<think>\n"
+    ),
+    "no_generation_prompt": "{% for m in messages %}{{ m.role }}: {{ m.content }}" + CALLS + "\n{% endfor %}",
+    "bos": "{{ bos_token }}" + TOOLS + "{% for m in messages %}" + _TURN + "{% endfor %}" + PROMPT,
+    "trimmed": TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
+    + CALLS
+    + "<|im_end|>\n{% endfor %}"
+    + PROMPT,
+    "tools_in_last_user_message": _LAST + "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if tools and loop.index0 == last.at %}Tools: {{ tools | tojson }}\n{% endif %}{{ m.content }}"
+    + CALLS
+    + "<|im_end|>\n{% endfor %}"
+    + PROMPT,
+    "alternating": "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}" + CALLS
+    + "{{ eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
+    "tool_results_as_user": TOOLS + "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n"
+    "<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n{% else %}"
+    + _TURN
+    + "{% endif %}{% endfor %}"
+    + PROMPT,
+    "calls_before_results": TOOLS + "{% for m in messages %}{% if m.role == 'tool' and not loop.first and "
+    "messages[loop.index0 - 1].role == 'assistant' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}" + _TURN + "{% endfor %}" + PROMPT,
+    "model_role": "{{ bos_token }}{% for m in messages %}<|im_start|>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}" + CALLS
+    + "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}",
+    "by_name": {
+        "default": "{% for m in messages %}" + _TURN + "{% endfor %}" + PROMPT,
+        "tool_use": TOOLS + "{% for m in messages %}" + _TURN + "{% endfor %}" + PROMPT,
+    },
+}  # fmt: skip
+ADDED = ["<|im_start|>", "<|im_end|>", "<s>"]
+MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+WORDS = ["the ", "sum ", "of ", " 12", "and", " 7 ", "is", "\n", "19", ". ", "é", "result: ", "no", '{"a": 1}']
+
+
+def chat_tokenizer(template="chatml"):
+    """A byte-level BPE tokenizer with merges across words and white space."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    chance = random.Random(0)
+    made.train_from_iterator(["".join(chance.choices(WORDS, k=12)) for _ in range(300)], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="<|im_end|>", additional_special_tokens=ADDED
+    )
+    tokenizer.add_tokens(MARKERS)
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
+@dataclass
+class ScriptedPolicy:
+    """Answers as it is told, or at random; remembers every prompt and what it sampled, each with logprobs of its own.
+
+    ``sampled`` holds (prompt, tokens, logprobs).
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    seed: int = 0
+    script: list[str] = field(default_factory=list)
+    sampled: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
+    delay: float = 0.0
+
+    def __post_init__(self):
+        self.chance = random.Random(self.seed)
+
+    async def __call__(self, ids, params):
+        await asyncio.sleep(self.delay)
+        text, ended = (self.script.pop(0), True) if self.script else (self.reply(), self.chance.random() < 0.85)
+        tokens = self.split(text) + [self.tokenizer.eos_token_id] * ended
+        most = params.get("max_new_tokens")
+        if not tokens or (most is not None and len(tokens) > most):
+            tokens, ended = (tokens or self.split("the"))[:most], False
+        count = sum(len(one) for _, one, _ in self.sampled)
+        logprobs = [-1e-6 * (count + i + 1) for i in range(len(tokens))]
+        self.sampled.append((list(ids), tokens, logprobs))
+        finish = {"type": "stop", "matched": tokens[-1]} if ended else {"type": "length"}
+        return SampledReply(self.tokenizer.decode(tokens), tokens, logprobs, finish, (3, 4)), [
+            {"version": "3", "start": 0, "end": 1},
+            {"version": "4", "start": 1, "end": len(tokens)},
+        ]
+
+    def reply(self):
+        text = "".join(self.chance.choices(WORDS, k=self.chance.randrange(6)))
+        kind = self.chance.random()
+        if kind < 0.3:
+            text = f"<think>{text}</think>{self.chance.choice(WORDS)}"
+        if 0.2 < kind < 0.5:
+            text += '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
+        if kind > 0.95:
+            text += '<tool_call>\n{"name": "add", "argu'
+        return text
+
+    def split(self, text):
+        """Encode a text in pieces, so that its tokens are not those of the whole; markers stay tokens of their own."""
+        pieces = []
+        for part in re.split("(</?(?:think|tool_call)>)", text):
+            while part and part not in MARKERS:
+                size = self.chance.randrange(1, 9)
+                pieces += self.tokenizer.encode(part[:size])
+                part = part[size:]
+            pieces += self.tokenizer.encode(part)
+        return pieces if self.tokenizer.decode(pieces) == text else self.tokenizer.encode(text)
+
+
+def check_trained_once(policy, tree):
+    """Every sampled token is trained once, after exactly the ids that it was sampled after; nothing else is trained."""
+    found = {}
+    for leaf in tree.leaves():
+        assert len(leaf.tokens) == len(leaf.masks) == len(leaf.logprobs)
+        trained = leaf.masks != -100
+        assert (leaf.masks[trained] == leaf.tokens[trained]).all()
+        assert (leaf.logprobs[~trained] == 1.0).all()
+        for at in trained.nonzero()[0].tolist():
+            assert leaf.logprobs[at] not in found, "trained twice"
+            found[leaf.logprobs[at]] = leaf.tokens[: at + 1].tolist()
+    expected = {
+        logprob: prompt + tokens[: i + 1]
+        for prompt, tokens, logprobs in policy.sampled
+        for i, logprob in enumerate(logprobs)
+    }
+    assert found == expected

@@ -1,0 +1,255 @@
+"""Every sampled token is trained exactly once, in the context in which it was sampled, whatever clients send."""
+
+import asyncio
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from helpers.sessions import TEMPLATES, ScriptedPolicy, chat_tokenizer, check_trained_once
+from recipe.atropos.sessions.messages import Asked, RequestError
+from recipe.atropos.sessions.rendering import Rendering
+from recipe.atropos.sessions.session import Limits, Session, State
+from recipe.atropos.sessions.store import Store
+
+ADD = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+_numbers = itertools.count()
+
+
+def opened(tmp_path, **fields):
+    session = Session(
+        State(id=f"s{next(_numbers)}", created=0.0, **fields), Store(tmp_path / f"{next(_numbers)}.sqlite")
+    )
+    session.save()
+    return session
+
+
+class Program:
+    """Asks one session; ``seen`` holds the histories that it has, replies last."""
+
+    def __init__(self, session, policy, rendering, tools=ADD):
+        self.session, self.policy, self.rendering, self.tools = session, policy, rendering, tools
+        self.seen = []
+
+    async def ask(self, messages, **fields):
+        asked = Asked(messages=messages, tools=self.tools, **fields)
+        request = f"{next(_numbers)}".encode()
+        number = await self.session.sample(asked, request, self.rendering, self.policy, "policy")
+        reply = self.session.recorded(number)
+        self.seen.append([*messages, reply.message()])
+        return reply
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def follow(history, text):
+    """The messages after a reply: results of its calls, else a user's."""
+    calls = history[-1].get("tool_calls") or []
+    return [{"role": "tool", "content": text, "tool_call_id": c["id"], "name": "add"} for c in calls] or [user(text)]
+
+
+def run(tmp_path, template, script, thinking="kept", tools=ADD):
+    """Let a program hold a conversation of as many turns as the script has."""
+    tokenizer = chat_tokenizer(template)
+    policy = ScriptedPolicy(tokenizer, script=list(script))
+    rendering = Rendering(tokenizer, tool_parser="qwen3", thinking=thinking)
+    program = Program(opened(tmp_path), policy, rendering, tools)
+
+    async def talk():
+        history = []
+        while policy.script:
+            history += follow(history, "the sum") if history else [user("the sum of 12 and 7")]
+            await program.ask(history)
+            history = list(program.seen[-1])
+
+    asyncio.run(talk())
+    return program
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_session_turns_are_one_row_in_every_template(tmp_path, template):
+    call = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
+    script = ["the sum is", f"<think>so 12</think>result: {call}", "19. ", "<think>no</think>and"]
+    if template == "thinking_begun":
+        script = [text if text.startswith("<think>") else f"so</think>{text}" for text in script]
+        script = [text.removeprefix("<think>") for text in script]
+    program = run(tmp_path, template, script)
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.summary() | {"sampled": 0} == {
+        "turns": 4, "sampled": 0, "rows": 1, "tool_calls": 1, "retries": 0, "forks": {},
+    }  # fmt: skip
+
+
+def test_session_bridge_is_what_the_template_writes(tmp_path):
+    """Where a text is encoded as it was sampled, the bridged prompt is the template's own. Left out are templates that
+    write a history otherwise than what a reply is sampled after.
+    """
+    changing = {"thinking_begun", "tools_in_last_user_message", "alternating", "no_generation_prompt"}
+    for template in set(TEMPLATES) - changing:
+        program = run(tmp_path, template, [])
+        rendering, tokenizer = program.rendering, program.rendering.tokenizer
+        program.policy.split = lambda text, tokenizer=tokenizer: tokenizer.encode(text)
+        program.policy.script = ["12", "19"]
+        history = [
+            user("sum"),
+        ]
+        asyncio.run(program.ask(history))
+        history = [*program.seen[-1], user("and")]
+        asyncio.run(program.ask(history))
+        whole = rendering.prompt(history, ADD, {})
+        if template != "no_generation_prompt":  # whose replies have no end of their own
+            assert tokenizer.decode(program.policy.sampled[-1][0]) == tokenizer.decode(whole), template
+
+
+def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
+    script = ["<think>so</think>19", "<think>no</think>7"]
+    program = run(tmp_path, "thinking_stripped", script, thinking="as_template")
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.forks == {"thinking_stripped": 1}
+    first, second = program.policy.sampled
+    assert "so" not in program.rendering.tokenizer.decode(second[0])
+    kept = run(tmp_path, "thinking_kept", script, thinking="as_template")
+    assert len(list(kept.session.tree.leaves())) == 1 + (kept.session.forks == {"thinking_stripped": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda h: [user("another sum"), *h[1:]], "message_edited"),
+        (lambda h: [h[0], {**h[1], "content": "another"}, *h[2:]], "message_edited"),
+        (lambda h: [h[0], h[-1]], "compaction"),
+    ],
+)
+def test_session_changed_histories_fork_and_say_why(tmp_path, change, cause):
+    program = run(tmp_path, "chatml", ["the sum", "is", "19"])
+    asyncio.run(program.ask([*change(program.seen[-1]), user("and?")]))
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.forks == {cause: 1}
+
+
+def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
+    call = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
+    program = run(tmp_path, "chatml", [call])
+    history = program.seen[-1]
+    [mine] = history[-1]["tool_calls"]
+    same = {**mine, "id": "other", "function": {"name": "add", "arguments": '{"a":1, "b":2}'}}
+    other = {**mine, "function": {"name": "add", "arguments": '{"a": 5}'}}
+    for written in (same, other):
+        changed = [*history[:-1], {**history[-1], "tool_calls": [written]}]
+        asyncio.run(program.ask([*changed, {"role": "tool", "content": "3", "tool_call_id": written["id"]}]))
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.forks == {"tool_call_changed": 1}
+    assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
+
+
+def test_session_calls_that_cannot_be_read_stay_in_the_content(tmp_path):
+    program = run(tmp_path, "chatml", ['so <tool_call>\n{"name": "add", "argu', "19"])
+    assert program.seen[0][-1]["content"].startswith("so ") and '"argu' in program.seen[0][-1]["content"]
+    assert len(list(program.session.tree.leaves())) == 1
+
+
+def test_session_branches_share_turns_that_are_trained_once(tmp_path):
+    program = run(tmp_path, "chatml", ["the sum", "is"])
+    history = program.seen[0]
+
+    async def at_once():
+        await asyncio.gather(*(program.ask([*history, user("and?")]) for _ in range(3)))
+
+    asyncio.run(at_once())
+    check_trained_once(program.policy, program.session.tree)
+    leaves = list(program.session.tree.leaves())
+    assert [len(leaf.turns) for leaf in leaves] == [2, 1, 1, 1] and not program.session.forks
+
+
+@pytest.mark.parametrize("prompt", ["text", "ids"])
+def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, prompt):
+    program = run(tmp_path, "chatml", [])
+    tokenizer, policy = program.rendering.tokenizer, program.policy
+    policy.script = ["the sum is", "19", "no"]
+
+    async def ask(given):
+        asked = Asked(prompt=given)
+        return program.session.recorded(await program.session.sample(asked, b"", program.rendering, policy, ""))
+
+    first, then = "<|im_start|>user\n12 and 7", "<|im_end|>\n<|im_start|>user\n result: "
+    if prompt == "text":
+        reply = asyncio.run(ask(first))
+        asyncio.run(ask(first + reply.content + then))
+        asyncio.run(ask(first + reply.content + "no end"))  # after a reply that had one: a history of its own
+    else:
+        encode = tokenizer.encode
+        reply = asyncio.run(ask(encode(first)))
+        asyncio.run(ask(encode(first) + reply.tokens + encode(then)))
+        asyncio.run(ask(encode(first) + reply.tokens[:-1] + encode("no")))
+    check_trained_once(policy, program.session.tree)
+    assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
+
+
+def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
+    program = run(tmp_path, "chatml", ["the sum", "<think>so</think>is"])
+    session = program.session
+    program.session = Session.load(session.store, session.state.id)
+    assert program.session.rows() == session.rows()
+    assert program.session.recorded(1) == session.recorded(1)
+    asyncio.run(program.ask([*program.seen[-1], user("and?")]))
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.summary()["rows"] == 1
+
+
+def test_session_limits_end_it_and_say_which(tmp_path):
+    tokenizer = chat_tokenizer()
+    rendering, policy = Rendering(tokenizer), ScriptedPolicy(tokenizer, script=["the sum of 12 and 7 is 19"] * 9)
+    for limits, end in ((Limits(turns=1), "turns"), (Limits(tokens=3), "tokens"), (Limits(seconds=1.0), "seconds")):
+        program = Program(opened(tmp_path, limits=limits), policy, rendering)
+        if end != "seconds":
+            program.session.check()
+            assert len(asyncio.run(program.ask([user("sum")])).tokens) == 3 or end == "turns"
+        with pytest.raises(RequestError, match=f"its limit of .* {end}"):
+            program.session.check()
+        assert Session.load(program.session.store, program.session.state.id).state.end == end
+    program = Program(opened(tmp_path, limits=Limits(context=20)), policy, rendering, tools=None)
+    reply = asyncio.run(program.ask([user("sum")]))
+    assert len(reply.prompt) + len(reply.tokens) <= 20
+    with pytest.raises(RequestError, match="the prompt has .* may have 20"):
+        asyncio.run(program.ask([*program.seen[-1], user("sum " * 20)]))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), template=st.sampled_from(sorted(TEMPLATES)), thinking=st.sampled_from(["kept", "as_template"]))
+def test_session_trees_of_any_client_lose_and_double_nothing(tmp_path, data, template, thinking):
+    tokenizer = chat_tokenizer(template)
+    policy = ScriptedPolicy(tokenizer, seed=data.draw(st.integers(0, 999)), delay=0.0)
+    program = Program(opened(tmp_path), policy, Rendering(tokenizer, tool_parser="qwen3", thinking=thinking))
+
+    async def act():
+        for _ in range(data.draw(st.integers(1, 10))):
+            kinds = (
+                ["new", "new"] if not program.seen else ["on", "on", "on", "new", "edit", "compact", "twice", "load"]
+            )
+            kind = data.draw(st.sampled_from(kinds))
+            history = list(data.draw(st.sampled_from(program.seen))) if program.seen else []
+            text = data.draw(st.sampled_from(["sum", " 12 ", "and 7\n", "é"]))
+            if kind == "new":
+                messages = [{"role": "system", "content": text}] * data.draw(st.integers(0, 1)) + [user(text)]
+            elif kind == "edit":
+                at = data.draw(st.integers(0, len(history) - 1))
+                history[at] = {**history[at], "content": text}
+                messages = [*history, *follow(history, text)]
+            elif kind == "compact":
+                messages = [history[0], *history[-1:], *follow(history, text)]
+            else:
+                history = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in history]
+                messages = [*history, *follow(history, text)]
+            if kind == "load":
+                program.session = Session.load(program.session.store, program.session.state.id)
+            try:
+                await asyncio.gather(*(program.ask(messages) for _ in range(1 + (kind == "twice"))))
+            except RequestError as error:
+                assert "the chat template refuses" in str(error)
+
+    asyncio.run(act())
+    check_trained_once(policy, program.session.tree)
+    check_trained_once(policy, Session.load(program.session.store, program.session.state.id).tree)
