@@ -121,6 +121,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
             raise
 
     def _restore(self, group: dict[str, Any]) -> None:
+        if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled
+            return
         restore_group(self._calls.caches["train"], group, self.report.count, self.config.wandb_name)
 
     # ------------------------------------------------------------------ wandb

@@ -24,6 +24,8 @@ NO_STEP_LIMIT = 10**9
 """``--env.total_steps`` of an environment that serves until it is stopped."""
 
 _LEAST_FILL = 0.8
+_PROGRAM = "recipe.atropos.environments.program"
+_PROGRAM_KEYS = ("command", "agent", "items", "score")
 _NULL_IS_A_VALUE = ("python", "reward_bridge", "min_batch_allocation")
 _OWN_KEYS = {  # flags of the environment that have their own keys
     "group_size": "group_size",
@@ -45,6 +47,11 @@ class EnvironmentSpec(Environment):
     def several(self) -> bool:
         """Whether it is one of ``environments``."""
         return self.key != "environment"
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """Flags of an environment that runs a program, by name; empty for any other."""
+        return {f"env.{key}": getattr(self, key) for key in _PROGRAM_KEYS} if self.target == _PROGRAM else {}
 
     @property
     def service(self) -> str:
@@ -71,16 +78,24 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
     if not several:
+        single = _with_program(single)
         name = _name_of(single)
         return {} if single["target"] is None else {name: _spec("environment", name, single)}
     shared = single | {"args": {}, "reward_bridge": None}
     specs = {}
     for name, own in several.items():
         given = {key: value for key, value in own.items() if value is not None or key in _NULL_IS_A_VALUE}
-        if (shared | given)["target"] is None:
+        own_target = {"command": None, "agent": None} if "target" in given else {}
+        settings = _with_program(shared | own_target | given)
+        if settings["target"] is None:
             raise ConfigurationError(f"environments.{name}.target is not set, and environment.target=null; give one")
-        specs[name] = _spec(f"environments.{name}", name, shared | given)
+        specs[name] = _spec(f"environments.{name}", name, settings)
     return specs
+
+
+def _with_program(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the target that runs a program, if they have one."""
+    return settings | {"target": _PROGRAM} if settings["command"] or settings["agent"] else settings
 
 
 def _name_of(settings: Mapping[str, Any]) -> str:

@@ -84,6 +84,10 @@ class Inference(Section):
 
 class Environment(Section):
     target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
+    command: Text | None = about("Instead of target: a program that calls the model (docs/agents.md)")
+    agent: Text | None = about("Instead of target: MODULE:function, an async agent(item, base_url, api_key) -> reward")
+    items: Text | None = about("Of command or agent: a .jsonl file, or a data set's folder or name on the hub")
+    score: Text | None = about("Of command: MODULE:function(item, output) -> reward; null: the program prints it")
     python: Text | None = about("Interpreter of its own environment; null: the recipe's (docs/environments.md)")
     group_size: Count = about("Sequences of a group")
     args: dict[str, Any] = about("The environment's own flags, without env.")
@@ -93,6 +97,14 @@ class Environment(Section):
     max_restarts: Limit = about("Restarts before it is abandoned")
     start_timeout: Seconds = about("Seconds until it must have registered")
     evaluate: bool = about("Evaluate with its own evaluate()")
+
+
+class Sessions(Section):
+    enabled: bool | None = about("Start the session server; null: where an environment has a command or an agent")
+    port: Port | None = about("Its port; null: a free one")
+    renderer: Text = about("Chat format: a name of the package renderers, auto by the model's name, or default")
+    tool_parser: Text | None = about("Format of tool calls where the chat template is used: qwen3, qwen3.5, glm, ...")
+    thinking: Literal["kept", "as_template"] = about("Earlier replies' thinking: kept, or where the template keeps it")
 
 
 def _each_optional(section: type[Section], name: str) -> type[Section]:
@@ -349,6 +361,7 @@ class Configuration(VerlSection):
     inference: Inference
     environment: Environment
     environments: dict[EnvironmentName, OneOfSeveral] = about("Several, NAME: {target: ..., args: ...}")
+    sessions: Sessions
     evaluation: Evaluation
     watchdog: Watchdog
     data: Data

@@ -143,6 +143,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
 def _as_key(line: str, key: str) -> str:
     """Rewrite ``--env.size`` as ``environment.args.size``, ``--env TARGET`` as ``environment.target=TARGET``."""
     line = re.sub(r"^Cli\w+: (?=--)", "", line).replace("--env ", f"{key}.target=")
+    line = re.sub(r"--env\.(command|agent|items|score)\b", rf"{key}.\1", line)
     return re.sub(r"--(?:env\.|(?=openai\.))(?=\w)", f"{key}.args.", line)
 
 
@@ -163,6 +164,8 @@ def environment_command(
     }
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
+    if spec.program:
+        known |= spec.program | {"env.sessions_url": run.sessions_url}
     if subcommand == "serve":
         known["slurm"] = False
     given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]

@@ -19,6 +19,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import WATCH_SECONDS, Run
+from recipe.atropos.launcher.session_server import sessions_healthy, start_sessions
 from recipe.atropos.launcher.sglang import start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
 from recipe.atropos.run.folder import RunDir
@@ -48,6 +49,7 @@ async def launch(run: Run) -> None:
     try:
         api = start_api(run)
         inference = start_inference(run)
+        start_sessions(run, inference)
         evaluations = Evaluations(run, inference)
         console.print(
             f"[bold]sglang[/]  starting {run.config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
@@ -63,6 +65,7 @@ async def launch(run: Run) -> None:
         trainer = trainer or start_trainer(run, api, inference, run.files.evaluated)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
+            await sessions_healthy(run)
         environments = (Environments if run.plan.specs else Joining)(run, api.url, inference.gateway)
         environments.start()  # beside the evaluation, which takes as long as their own start
         with progress(f"evaluating version {version}, and starting the environments"):

@@ -90,6 +90,8 @@ class Run:
     scratch: Scratch | None = None
     complete: DictConfig | None = field(default=None, repr=False)
     """The trainer's configuration, with the addresses of all services."""
+    sessions_url: str | None = None
+    """Of the session server, if the run has one."""
     started: float = field(default_factory=time.time)
     reserved: dict[str, socket.socket] = field(default_factory=dict)
     """Sockets that hold the ports of services, by name; each start of such a service inherits one that listens."""

@@ -61,6 +61,7 @@ class RunDir:
         self.report = path / "report.html"
         self.logs = path / "logs"
         self.rollouts = path / "rollouts"
+        self.sessions = path / "sessions.sqlite"  # what programs sampled
         self.trajectories = path / "trajectories"  # the Trajectory API's store
         self.checkpoints = path / "checkpoints"
         self.weights = path / "weights"

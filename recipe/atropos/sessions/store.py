@@ -12,12 +12,15 @@ from pathlib import Path
 from recipe.atropos.errors import AtroposError
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS turns (
     session TEXT, number INTEGER, request BLOB, delivered INTEGER, record BLOB, crc INTEGER,
     PRIMARY KEY (session, number)
 ) WITHOUT ROWID;
 """
+
+
+_KEPT, _PRUNED_EVERY = 20_000, 256  # sessions
 
 
 class DamagedTurn(AtroposError, RuntimeError):
@@ -38,7 +41,13 @@ class Store:
         self._database.close()
 
     def put_session(self, session: str, state: bytes) -> None:
-        self._database.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (session, state))
+        """Store a session's state. The newest ``_KEPT`` sessions are kept, with their turns."""
+        query = "INSERT INTO sessions (id, state) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state"
+        row = self._database.execute(query, (session, state)).lastrowid
+        if row and row % _PRUNED_EVERY == 0:
+            old = "SELECT id FROM sessions WHERE number <= ?"
+            self._database.execute(f"DELETE FROM turns WHERE session IN ({old})", (row - _KEPT,))
+            self._database.execute("DELETE FROM sessions WHERE number <= ?", (row - _KEPT,))
 
     def session(self, session: str) -> bytes | None:
         found = self._database.execute("SELECT state FROM sessions WHERE id = ?", (session,)).fetchone()

@@ -1,0 +1,287 @@
+"""Any program that calls a model, as an environment: ``environment.command="python agent.py"``.
+
+A plain ``BaseEnv``. For each item it opens a group of sessions at the session server, runs the program once in each,
+and sends the sessions' rows, which hold exactly the sampled tokens, with the rewards. Two ways:
+
+- ``command``: a program in a folder of its own, with the item as JSON in ``$ATROPOS_ITEM``; the address and the
+  session's key are in ``$OPENAI_BASE_URL`` and ``$OPENAI_API_KEY``, and in the same of ``$ANTHROPIC_``. The reward is
+  the last line of JSON that it prints, a number or ``{"reward": ..., "metrics": {...}}``, or what ``score`` returns,
+  ``MODULE:function(item, output)``.
+- ``agent``: ``MODULE:function``, an async ``agent(item, base_url, api_key)`` that returns the reward; OpenAI's clients
+  want ``base_url`` with ``/v1``.
+
+Guarantees:
+
+- A program ends, with all that it started, when its time is over or the environment ends.
+- A session that fails (the program fails, gives no reward, or reaches a limit) is repeated once. If it fails again it
+  is left out of the group and counted, with the cause; it is never scored 0.
+- Training samples have the trainer's temperature and no truncation, whatever the program asks for; evaluation is
+  greedy.
+"""
+
+import asyncio
+import inspect
+import json
+import logging
+import os
+import pkgutil
+import shlex
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atroposlib.envs.base import ScoredDataGroup
+from pydantic import Field
+
+from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.data.sampling import SamplingParams, default_temperature
+from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
+from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.sessions.client import Opened, SessionClient
+from recipe.atropos.utils.process import start_service
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 2  # of a session
+_POLL = 0.05  # s between two looks at a program
+_ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
+_HELD_OUT = 0.2  # of the items, if no others are given
+
+Item = Any
+
+
+class ProgramEnvConfig(ItemsEnvConfig):
+    """The options of environments over items, and those of programs."""
+
+    command: str | None = Field(None, description="The program, run in a folder of its own for each session")
+    agent: str | None = Field(None, description="MODULE:function, an async agent(item, base_url, api_key) -> reward")
+    score: str | None = Field(None, description="MODULE:function(item, output) -> reward, for a command")
+    items: str | None = Field(None, description="A .jsonl file of training items, or a data set's folder or hub name")
+    held_out: str | None = Field(None, description="The same for evaluation; by default a fifth of the items")
+    sessions_url: str | None = Field(None, description="The session server; the launcher gives it")
+    time_limit: float = Field(600.0, gt=0, description="Seconds that a session may take")
+    max_turns: int | None = Field(None, ge=1, description="Replies of a session")
+    max_tokens: int | None = Field(None, ge=1, description="Sampled tokens of a session")
+    parallel: int = Field(64, ge=1, description="Sessions that run at once")
+
+
+class SessionFailed(Exception):
+    """A session without a reward; the message is the cause under which it is counted."""
+
+
+class Outcome(NamedTuple):
+    """A session that ended with a reward; ``state`` is what the session server says of it."""
+
+    session: Opened
+    reward: float
+    state: dict[str, Any]
+
+
+class ProgramEnv(ItemsEnv):
+    """See the module docstring."""
+
+    name = "program"
+    env_config_cls = ProgramEnvConfig
+
+    @staticmethod
+    def load(config: ProgramEnvConfig) -> tuple[Sequence[Item], Sequence[Item]]:
+        """Return the training items and those held out.
+
+        Raises:
+            ConfigurationError: a value is missing or wrong; names it.
+        """
+        if (config.command is None) == (config.agent is None):
+            raise ConfigurationError("--env.command and --env.agent: give one of them")
+        if config.command is not None and not shlex.split(config.command):
+            raise ConfigurationError("--env.command is empty; give a program and its arguments")
+        for name in ("agent", "score"):
+            if (target := getattr(config, name)) is not None:
+                _function(name, target)
+        if config.items is None:
+            raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
+        train = _items("items", config.items, "train")
+        if config.held_out is not None:
+            test = _items("held_out", config.held_out, "test")
+        else:
+            kept = max(1, len(train) - max(1, int(len(train) * _HELD_OUT)))
+            train, test = train[:kept], train[kept:] or train
+        return train[: config.train_size], test[: config.eval_size]
+
+    async def setup(self) -> None:
+        await super().setup()
+        if self.config.sessions_url is None:
+            raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
+        self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
+        await self._sessions.__aenter__()
+        self._slots = asyncio.Semaphore(self.config.parallel)
+
+    # ------------------------------------------------------------------ groups
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Run a group of sessions on an item, and return their rows; None if all of them failed."""
+        group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
+        tries = [self._session(item, sampling, group, seq) for seq in range(self.config.group_size)]
+        found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
+        for outcome in found:
+            self.report.observe("turns", outcome.state["turns"])
+            for cause, n in outcome.state["forks"].items():
+                self.report.count(f"sessions/forks/{cause}", n)
+        return await self._group(found) if found else None, []
+
+    async def _session(self, item: Item, sampling: dict[str, Any], group: str, seq: int) -> Outcome | None:
+        """Return a session's outcome, None if it failed each time."""
+        for _ in range(_TRIES):
+            try:
+                return await self._run(item, sampling, group=group, seq=seq)
+            except SessionFailed as failed:
+                self.report.count(f"sessions/failed/{failed}")
+        self.report.count("sessions/left_out")
+        return None
+
+    async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> Outcome:
+        config = self.config
+        longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
+        limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
+        limits |= {"seconds": config.time_limit}
+        async with self._slots:
+            opened = await self._sessions.open(
+                env=config.wandb_name or self.name, item=item, sampling=sampling, limits=limits, **place
+            )
+            try:
+                async with asyncio.timeout(config.time_limit):
+                    result = await (self._call(item, opened) if config.agent else self._execute(item, opened))
+                reward, metrics = read_reward(result)
+            except TimeoutError:
+                await self._fail(opened, "seconds")
+            except Exception as error:
+                logger.warning("session %s failed: %r", opened.id, error)
+                await self._fail(opened, str(error) if isinstance(error, SessionFailed) else type(error).__name__)
+        state = await self._sessions.end(opened.id, reward=reward, metrics=metrics)
+        if not state["turns"]:
+            raise SessionFailed("no_turn")
+        return Outcome(opened, reward, state)
+
+    async def _fail(self, opened: Opened, cause: str) -> None:
+        """End a session without a reward. Raises SessionFailed with the limit that it reached, else with ``cause``."""
+        state = await self._sessions.end(opened.id, end=cause)
+        raise SessionFailed(state["end"])
+
+    async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup | None:
+        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
+        overrides: dict[str, list] = {"trajectory": [], "sessions": []}
+        for number, outcome in enumerate(outcomes):
+            rows = await self._sessions.rows(outcome.session.id)
+            size = len(rows["tokens"])
+            for name, values in rows.items():
+                (group if name in group else overrides).setdefault(name, []).extend(values)
+            group["scores"] += [outcome.reward] * size
+            overrides["trajectory"] += [number] * size
+            overrides["sessions"] += [outcome.session.id] * size
+        rows_and_name = {"group_size": len(group["tokens"]), "env_name": self.config.wandb_name or self.name}
+        group["group_overrides"] = overrides | rows_and_name
+        return group
+
+    # ------------------------------------------------------------------ programs
+
+    async def _call(self, item: Item, opened: Opened) -> Any:
+        return await _function("agent", self.config.agent)(item, opened.base_url, opened.api_key)
+
+    async def _execute(self, item: Item, opened: Opened) -> Any:
+        """Run the command; return what ``score`` says of its output, or its last line of JSON."""
+        variables = {
+            API_KEY_VARIABLE: "",  # the environments' key is no program's
+            "ATROPOS_ITEM": json.dumps(item),
+            "OPENAI_BASE_URL": f"{opened.base_url}/v1",
+            "OPENAI_API_KEY": opened.api_key,
+            "ANTHROPIC_BASE_URL": opened.base_url,
+            "ANTHROPIC_API_KEY": opened.api_key,
+        }
+        command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
+        command = [os.path.abspath(word) if os.path.exists(word) else word for word in command]
+        with tempfile.TemporaryDirectory(prefix="session-") as folder:
+            log = Path(folder).with_suffix(".log")
+            work = asyncio.to_thread(
+                start_service, f"session {opened.id}", command, log_path=log, env=variables, cwd=folder
+            )
+            service = await asyncio.shield(started := asyncio.ensure_future(work))
+            try:
+                while (status := service.poll()) is None:
+                    await asyncio.sleep(_POLL)
+                output = log.read_text(errors="replace")
+            finally:
+                await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
+                log.unlink(missing_ok=True)
+        if self.config.score is not None:
+            scored = _function("score", self.config.score)(item, output)
+            return await scored if inspect.isawaitable(scored) else scored
+        if status != 0:
+            logger.warning("session %s: exit status %d: %s", opened.id, status, output[-2000:])
+            raise SessionFailed("exit_status")
+        return next(filter(_is_json, reversed(output.splitlines())), None)
+
+    # ------------------------------------------------------------------ evaluation
+
+    async def eval_item(self, item: Item) -> dict[str, Any]:
+        """Run one session, greedily. A program that fails counts as failed, not as wrong: it raises SessionFailed."""
+        outcome = await self._run(item, SamplingParams(temperature=0.0).request())
+        return {"item": item, "score": outcome.reward, "session": outcome.session.id, "turns": outcome.state["turns"]}
+
+    def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
+        return {"eval/reward": sum(sample["score"] for sample in samples) / len(samples)}
+
+
+def read_reward(result: Any) -> tuple[float, dict[str, float]]:
+    """Return reward and metrics, given as a number, a mapping, or JSON of one of them.
+
+    Raises:
+        SessionFailed: there is no reward, or it is not a finite number.
+    """
+    found = json.loads(result) if isinstance(result, str) and _is_json(result) else result
+    metrics: dict[str, float] = {}
+    if isinstance(found, dict):
+        found, metrics = found.get("reward"), found.get("metrics") or {}
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
+        raise SessionFailed("no_reward")
+    return float(found), metrics
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _function(name: str, target: str) -> Callable[..., Any]:
+    """Return a function of the configuration. Raises ConfigurationError if there is none."""
+    try:
+        return pkgutil.resolve_name(target)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"--env.{name}={target}: {error}; give MODULE:function") from error
+
+
+def _items(name: str, source: str, split: str) -> list[Item]:
+    path = Path(source)
+    if path.suffix == ".jsonl":
+        try:
+            items = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--env.{name}={source}: {error}") from error
+    else:
+        import datasets
+
+        items = list(datasets.load_dataset(source, split=split))
+    if not items:
+        raise ConfigurationError(f"--env.{name}={source}: no items")
+    for number, item in enumerate(items, 1):
+        if (size := len(json.dumps(item))) > _ITEM_BYTES:
+            raise ConfigurationError(f"--env.{name}={source}: item {number} has {size} bytes; at most {_ITEM_BYTES}")
+    return items
+
+
+if __name__ == "__main__":
+    adapt(ProgramEnv).cli()

@@ -1,0 +1,64 @@
+"""The run's session server, by which programs sample from the policy; see ``recipe.atropos.sessions``."""
+
+import sys
+from functools import partial
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from recipe.atropos.launcher.services import RestartPolicy, Run
+from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.utils.process import free_port, wait_until_healthy
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.sockets import reserve
+
+_START_SECONDS = 120.0  # for the tokenizer to load
+
+
+def start_sessions(run: Run, inference: Inference) -> None:
+    """Start the session server, without waiting for it, if something uses it."""
+    config, wanted = run.config.inference, run.config.sessions.enabled
+    if not (any(spec.program for spec in run.plan.specs.values()) if wanted is None else wanted):
+        return
+    port = run.config.sessions.port or free_port(config.host)
+    run.sessions_url = f"http://{reachable(config.host)}:{port}"
+    run.reserved["sessions"] = reserve(config.host, port, "sessions.port")
+    key = {API_KEY_VARIABLE: run.environments_key}
+    start = partial(run.start, "sessions", session_command(run, inference), url=run.sessions_url, **key)
+    run.restart_policies["sessions"] = RestartPolicy(
+        start, config.max_restarts, kind="sessions", recovers=lambda status: status < 0
+    )
+    start()
+
+
+def session_command(run: Run, inference: Inference) -> list[str]:
+    sessions, model = run.config.sessions, run.config.actor_rollout_ref.model.path
+    options = {
+        "host": run.config.inference.host,
+        "port": urlsplit(run.sessions_url).port,
+        "gateway": inference.gateway,
+        "tokenizer": model,
+        "model": model,
+        "data": run.files.sessions,
+        "renderer": sessions.renderer,
+        "tool-parser": sessions.tool_parser,
+        "thinking": sessions.thinking,
+    }
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]
+
+
+async def sessions_healthy(run: Run) -> None:
+    """Wait until the session server answers, if the run has one. Raises ServiceFailed if it does not."""
+
+    async def answers() -> bool:
+        run.check()
+        try:
+            async with aiohttp.ClientSession() as session, session.get(f"{run.sessions_url}/health") as reply:
+                return reply.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    if run.sessions_url is not None:
+        await wait_until_healthy(lambda: run.services["sessions"], answers, _START_SECONDS)

@@ -1,0 +1,72 @@
+"""Client of the session server, for environments: open a session, end it, read its rows."""
+
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+import orjson
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
+from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.sockets import OwnServers
+
+_RETRY_SECONDS = 0.5
+
+
+class SessionError(AtroposError, RuntimeError):
+    """The session server refuses a request, or does not answer; the message names it."""
+
+
+class Opened(NamedTuple):
+    """A session. A program needs ``base_url`` (for OpenAI's clients with /v1) and ``api_key``, which opens it alone."""
+
+    id: str
+    base_url: str
+    api_key: str
+
+
+class SessionClient:
+    """Used as ``async with SessionClient(url, key) as client``; ``key`` is the environments'. A server may be away for
+    ``timeout`` seconds, as while it is started again.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout: float = 120.0):
+        self.url, self._key, self._timeout = url.rstrip("/"), key, timeout
+
+    async def __aenter__(self) -> Self:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._session = aiohttp.ClientSession(connector=OwnServers(force_close=True, limit=0), headers=headers)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._session.close()
+
+    async def open(self, **fields: Any) -> Opened:
+        """Open a session; ``fields`` are those of ``server.Opened``. If the answer is lost, one stays unused."""
+        return Opened(**await self._call("POST", "/sessions", fields))
+
+    async def end(self, session: str, **result: Any) -> dict[str, Any]:
+        """End a session, by its reward or by ``end``, the reason why it failed; return its state and what happened."""
+        return await self._call("POST", f"/sessions/{session}/reward", result)
+
+    async def rows(self, session: str) -> dict[str, Any]:
+        """Return its rows to train on; see ``Session.rows``."""
+        return await self._call("GET", f"/sessions/{session}/rows")
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        retrying = AsyncRetrying(
+            stop=stop_after_delay(self._timeout),
+            wait=wait_fixed(_RETRY_SECONDS),
+            retry=retry_if_exception_type((aiohttp.ClientError, OSError)),
+            reraise=True,
+        )
+        data = None if body is None else orjson.dumps(body)
+        try:
+            async for attempt in retrying:
+                with attempt:
+                    async with self._session.request(method, self.url + path, data=data) as reply:
+                        status, answer = reply.status, await reply.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise SessionError(f"{self.url}{path}: no answer for {self._timeout:g} s: {error!r}") from error
+        if status != 200:
+            raise SessionError(f"{self.url}{path}: HTTP {status}: {answer[:500].decode(errors='replace')}")
+        return orjson.loads(answer)
