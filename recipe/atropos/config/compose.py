@@ -327,7 +327,8 @@ def _drop_for_another_target(
     given = dict(changes)
     for key in [f"environments.{name}" for name in config.environments] or ["environment"]:
         settings = OmegaConf.select(config, key)
-        target = given.get(f"{key}.target", settings.target)
+        program = given.get(f"{key}.command") or given.get(f"{key}.agent")
+        target = program or given.get(f"{key}.target", settings.target)
         if preset is None or target == settings.target:
             continue
         for name, empty in (("args", {}), ("reward_bridge", None)):

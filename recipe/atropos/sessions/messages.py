@@ -33,7 +33,7 @@ class RequestError(AtroposError, ValueError):
         self.status, self.kind = status, kind
 
 
-class Strict(msgspec.Struct, forbid_unknown_fields=True):  # type: ignore[call-arg]  # msgspec's, unseen here
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # type: ignore[call-arg]  # msgspec's, unseen here
     """Base of what environments send: an unknown field is an error."""
 
 

@@ -5,3 +5,7 @@
 - ``answer(asked, reply) -> dict``, the whole answer, and ``events(asked, reply)``, the same as server-sent events;
 - ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, a stream's.
 """
+
+from recipe.atropos.sessions.dialects import chat
+
+DIALECTS = (chat,)
