@@ -1,14 +1,26 @@
 """Chat templates as models ship them, a tokenizer for them, and a policy whose every token is known."""
 
 import asyncio
+import json
 import random
 import re
+import threading
+import urllib.error
+import urllib.request
 from dataclasses import dataclass, field
 
+import anthropic
+import openai
+from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import SampledReply
+from recipe.atropos.sessions.rendering import Rendering
+from recipe.atropos.sessions.server import SessionServer
+from recipe.atropos.sessions.store import Store
+from recipe.atropos.utils.process import free_port
 
 CALLS = (
     "{% for c in m.tool_calls or [] %}<tool_call>\n"
@@ -156,3 +168,72 @@ def check_trained_once(policy, tree):
         for i, logprob in enumerate(logprobs)
     }
     assert found == expected
+
+
+class Sessions:
+    """A session server in this process, over a scripted policy; used as a context manager."""
+
+    KEY = "environments"
+
+    def __init__(self, folder, policy, **rendering):
+        self.folder, self.policy, self.rendering = folder, policy, rendering
+        self.loop = asyncio.new_event_loop()
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+
+    def start(self):
+        rendering = Rendering(self.policy.tokenizer, **{"tool_parser": "qwen3"} | self.rendering)
+
+        async def serve():
+            client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
+            self.server = SessionServer(store, rendering, client, self.KEY, "policy")
+            self.server._generate = self.policy
+            self.runner = web.AppRunner(self.server.app(), handler_cancellation=True, shutdown_timeout=0.1)
+            await self.runner.setup()
+            await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+
+        asyncio.run_coroutine_threadsafe(serve(), self.loop).result(30)
+
+    def stop(self):
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(30)
+
+    def call(self, method, path, body=None, key=KEY, **headers):
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}", **headers}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                return reply.status, json.loads(reply.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def open(self, **fields):
+        status, opened = self.call("POST", "/sessions", fields)
+        assert status == 200, opened
+        return opened
+
+    def openai(self, opened, **options):
+        return openai.OpenAI(base_url=f"{opened['base_url']}/v1", api_key=opened["api_key"], **options)
+
+    def anthropic(self, opened):
+        return anthropic.Anthropic(base_url=opened["base_url"], api_key=opened["api_key"])
+
+    def session(self, opened):
+        async def loaded():
+            return self.server._loaded(opened["id"])
+
+        return asyncio.run_coroutine_threadsafe(loaded(), self.loop).result(30)
+
+    def check(self, opened):
+        check_trained_once(self.policy, self.session(opened).tree)

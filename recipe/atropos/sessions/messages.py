@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("min_tokens", "seed", "ignore_eos", "stop_token_ids"),
+    *("min_tokens", "seed", "ignore_eos"),
 )
 _NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # of SGLang, where they are others
 
@@ -126,18 +126,63 @@ def _canonical(arguments: Any) -> Any:
 def sampling_of(body: Mapping[str, Any], limit: Sequence[str] = ("max_tokens",)) -> dict[str, Any]:
     """Return SGLang's sampling parameters for those in a request; ``limit`` are its names of the reply's length."""
     found = {_NAMES.get(name, name): body[name] for name in _SAMPLING if body.get(name) is not None}
+    for name, value in found.items():
+        if not isinstance(value, int | float):
+            raise RequestError(f"{name} is {value!r}; give a number")
     for name in limit:
         if body.get(name) is not None:
             if type(body[name]) is not int or body[name] < 1:
                 raise RequestError(f"{name} is {body[name]!r}; give a whole number from 1 on")
             found["max_new_tokens"] = body[name]
-    stop = body.get("stop")
-    if stop:
+    if stop := body.get("stop"):
         found["stop"] = [stop] if isinstance(stop, str) else stop
-    for name, value in found.items():
-        if name not in ("stop", "stop_token_ids") and not isinstance(value, int | float):
-            raise RequestError(f"{name} is {value!r}; give a number")
+        if not isinstance(stop, str | list) or not all(isinstance(one, str) for one in stop):
+            raise RequestError(f"stop is {stop!r}; give a text, or a list of texts")
+    if body.get("stop_token_ids"):
+        found["stop_token_ids"] = token_ids(body["stop_token_ids"], "stop_token_ids")
     return found
+
+
+def token_ids(given: Any, name: str) -> list[int]:
+    """Return a list of at least one token id; raise RequestError if it is none."""
+    if not isinstance(given, list) or not given or not all(type(one) is int and 0 <= one < 1 << 31 for one in given):
+        raise RequestError(f"{name} is {str(given)[:80]}; give a list of token ids")
+    return given
+
+
+def mappings(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[str, Any]]:
+    """Return a field that is a list of mappings, [] if it is not given; raise RequestError if it is none."""
+    found = body.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise RequestError(f"{where}{'.' if where else ''}{name} is {str(found)[:80]}; give a list of objects")
+    return found
+
+
+def string(body: Mapping[str, Any], name: str, where: str = "") -> str | None:
+    """Return a field that is a text, None if it is not given; raise RequestError if it is none."""
+    found = body.get(name)
+    if not isinstance(found, str | None):
+        raise RequestError(f"{where}{'.' if where else ''}{name} is {str(found)[:80]}; give a text")
+    return found
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return a field that is true or false, or null for false; raise RequestError if it is none."""
+    found = body.get(name)
+    if not isinstance(found, bool | None):
+        raise RequestError(f"{name} is {found!r}; give true or false")
+    return bool(found)
+
+
+def refuse_forced_tools(choice: Any) -> bool:
+    """Return whether a request's tools may be used. Raise RequestError if one must be: that constrains the sampling."""
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if kind in (None, "auto"):
+        return True
+    if kind == "none":
+        return False
+    why = "constrained sampling is of another distribution than what is trained"
+    raise RequestError(f"tool_choice={choice!r}: {why}; give auto or none")
 
 
 def refuse(body: Mapping[str, Any], names: Iterable[str], why: str = "is not supported in sessions") -> None:

@@ -6,6 +6,6 @@
 - ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, a stream's.
 """
 
-from recipe.atropos.sessions.dialects import chat
+from recipe.atropos.sessions.dialects import anthropic, chat, completions, generate, responses, tokens
 
-DIALECTS = (chat,)
+DIALECTS = (chat, responses, anthropic, completions, generate, tokens)

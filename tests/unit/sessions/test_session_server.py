@@ -1,0 +1,323 @@
+"""The session server over HTTP, with the clients that programs use."""
+
+import http.client
+import json
+import threading
+import time
+
+import anthropic
+import openai
+import pytest
+
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from recipe.atropos.inference.client import InferenceError
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with Sessions(tmp_path_factory.mktemp("sessions"), ScriptedPolicy(chat_tokenizer("thinking_kept"))) as sessions:
+        yield sessions
+
+
+@pytest.fixture
+def sessions(served):
+    served.policy.sampled.clear()
+    served.policy.script.clear()
+    served.policy.delay = 0.0
+    return served
+
+
+def test_session_of_openai_chat_with_tools_is_one_row(sessions):
+    sessions.policy.script = [f"<think>so</think>the sum {CALL}{CALL}", "19", "12"]
+    opened = sessions.open()
+    client, tools = (
+        sessions.openai(opened),
+        [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}],
+    )
+    messages = [
+        {"role": "system", "content": "sum"},
+        {"role": "user", "content": [{"type": "text", "text": "1 and 2"}]},
+    ]
+    for _ in range(3):
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        said = reply.choices[0].message
+        messages.append(said)
+        for call in said.tool_calls or ():
+            assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "3"})
+        if not said.tool_calls:
+            messages.append({"role": "user", "content": "and"})
+    assert reply.choices[0].token_ids and reply.prompt_token_ids and reply.weight_versions[0]["version"] == "3"
+    sessions.check(opened)
+    assert sessions.call("GET", f"/sessions/{opened['id']}")[1] | {"sampled": 0, "created": 0, "id": 0} == {
+        "id": 0, "env": "", "item": None, "group": None, "seq": 0, "sampling": {}, "created": 0, "end": None,
+        "limits": {"turns": None, "tokens": None, "seconds": None, "context": None}, "reward": None, "metrics": {},
+        "turn_values": None, "finished": True, "turns": 3, "sampled": 0, "rows": 1, "tool_calls": 1, "retries": 0,
+        "forks": {},
+    }  # fmt: skip
+
+
+def test_session_of_openai_chat_streams_what_it_answers(sessions):
+    opened = sessions.open()
+    client, messages = sessions.openai(opened), [{"role": "user", "content": "1 and 2"}]
+    sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}"]
+    with client.chat.completions.stream(
+        model="policy", messages=messages, stream_options={"include_usage": True}
+    ) as stream:
+        streamed = stream.get_final_completion()
+    said = streamed.choices[0].message
+    assert (said.content, said.reasoning_content) == ("sum ", "so")
+    assert [call.function.arguments for call in said.tool_calls] == ['{"a":1,"b":2}'] * 2
+    assert streamed.choices[0].finish_reason == "tool_calls"
+    [(prompt, tokens, _)] = sessions.policy.sampled
+    assert (streamed.usage.prompt_tokens, streamed.usage.completion_tokens) == (len(prompt), len(tokens))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by_id", [False, True])
+def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by_id):
+    opened = sessions.open()
+    client = sessions.openai(opened)
+    sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
+    tools = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": None}]
+    asked, history, previous = [{"role": "user", "content": "1 and 2"}], [], None
+    for _ in range(3):
+        history += asked
+        fields = {"input": asked, "previous_response_id": previous} if by_id else {"input": history}
+        if stream:
+            with client.responses.stream(model="policy", tools=tools, **fields) as events:
+                reply = events.get_final_response()
+        else:
+            reply = client.responses.create(model="policy", tools=tools, **fields)
+        previous = reply.id
+        history += [item.model_dump() for item in reply.output]
+        calls = [item for item in reply.output if item.type == "function_call"]
+        asked = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+        asked = asked or [{"role": "user", "content": "and"}]
+    assert reply.output_text == "12" and reply.status == "completed"
+    sessions.check(opened)
+    assert sessions.session(opened).summary()["rows"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_session_of_anthropic_messages_with_tools_is_one_row(sessions, stream):
+    opened = sessions.open()
+    client, messages = sessions.anthropic(opened), [{"role": "user", "content": "1 and 2"}]
+    sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
+    tools = [{"name": "add", "description": "", "input_schema": PARAMETERS}]
+    fields = {"model": "policy", "max_tokens": 99, "system": "sum", "tools": tools}
+    for _ in range(3):
+        if stream:
+            with client.messages.stream(messages=messages, **fields) as events:
+                reply = events.get_final_message()
+        else:
+            reply = client.messages.create(messages=messages, **fields)
+        messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
+        calls = [block for block in reply.content if block.type == "tool_use"]
+        assert all(call.input == {"a": 1, "b": 2} for call in calls)
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"} for call in calls]
+        messages.append({"role": "user", "content": results or "and"})
+    assert reply.content[0].text == "12" and reply.stop_reason == "end_turn"
+    assert client.messages.count_tokens(messages=messages, model="policy", system="sum", tools=tools).input_tokens > 50
+    sessions.check(opened)
+    assert sessions.session(opened).summary()["rows"] == 1
+
+
+def test_session_of_texts_and_ids_is_one_row(sessions):
+    opened, encode = sessions.open(), sessions.policy.tokenizer.encode
+    sessions.policy.script = ["the sum is", "19", "12", "7"]
+    client, text = sessions.openai(opened), "<|im_start|>user\n12"
+    for _ in range(2):
+        streamed = client.completions.create(model="policy", prompt=text, max_tokens=50, stream=True)
+        text += "".join(part.choices[0].text for part in streamed) + "<|im_end|>\n and 7"
+    assert sessions.session(opened).summary()["rows"] == 1
+    ids = encode("12 and 7")
+    body = {"input_ids": ids, "return_logprob": True, "sampling_params": {"max_new_tokens": 50}}
+    ids += sessions.call("POST", "/generate", body, opened["api_key"])[1]["output_ids"] + encode(" no")
+    body = {"token_ids": ids, "sampling_params": {"max_tokens": 50}}
+    status, answer = sessions.call("POST", "/inference/v1/generate", body, opened["api_key"])
+    assert (status, answer["prompt_token_ids"]) == (200, ids)
+    sessions.check(opened)
+    assert sessions.session(opened).summary()["rows"] == 2
+    models = [model.id for model in client.models.list()]
+    assert models == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 2}, "n=2"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "logit_bias": {"1": 2}}, "logit_bias"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "tool_choice": "required"}, "tool_choice"),
+        ("/v1/chat/completions", {"messages": [], "response_format": {"type": "json"}}, "response_format"),
+        ("/v1/chat/completions", {"messages": [{"role": "nobody"}]}, "messages[0].role"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}, {"role": "assistant"}]}, "the last message"),
+        ("/v1/chat/completions", {"messages": []}, "messages is empty"),
+        ("/v1/chat/completions", {"messages": 7}, "messages is 7"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "temperature": "hot"}, "temperature is 'hot'"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens is 0"),
+        ("/v1/responses", {"input": [{"type": "input_image"}]}, "input_image"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "previous_response_id=7"),
+        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt is"),
+        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
+        ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
+    ],
+)  # fmt: skip
+def test_session_requests_that_cannot_be_answered_are_named(sessions, path, body, named):
+    opened = sessions.open()
+    status, answer = sessions.call("POST", path, body, opened["api_key"])
+    assert status in (400, 404) and named in answer["error"]["message"]
+    assert (answer.get("type") == "error") == (path == "/v1/messages")
+    assert not sessions.policy.sampled
+
+
+def test_session_key_opens_its_own_session_alone(sessions):
+    mine, other = sessions.open(), sessions.open()
+    body = {"messages": [{"role": "user", "content": "sum"}]}
+    for path, key in (
+        ("/v1/chat/completions", "nobody's"),
+        ("/v1/chat/completions", sessions.KEY),
+        ("/v1/chat/completions", f"{mine['id']}-{other['api_key'].rpartition('-')[2]}"),
+        (f"/sessions/{other['id']}/v1/chat/completions", mine["api_key"]),
+        ("/sessions", mine["api_key"]),
+        (f"/sessions/{mine['id']}/reward", mine["api_key"]),
+    ):
+        assert sessions.call("POST", path, body, key)[0] in (401, 403), path
+    assert sessions.call("GET", f"/sessions/{mine['id']}/rows", key=mine["api_key"])[0] == 401
+    assert not sessions.policy.sampled
+    assert sessions.call("POST", f"/sessions/{mine['id']}/v1/chat/completions", body, mine["api_key"])[0] == 200
+
+
+def test_session_retries_get_the_recorded_reply(sessions):
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    first = sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
+    retry = sessions.call("POST", "/v1/chat/completions", body, opened["api_key"], **{"x-stainless-retry-count": "1"})
+    again = sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
+    assert retry == first and again[1]["id"] != first[1]["id"]
+    assert len(sessions.policy.sampled) == 2
+    assert sessions.session(opened).summary()["retries"] == 1
+    sessions.check(opened)
+
+
+def begun(sessions, opened, body):
+    """A request whose client leaves before it is answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", sessions.port, timeout=10)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {opened['api_key']}"}
+    )
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_session_client_that_leaves_and_comes_again(sessions, stream, waits):
+    """While its reply is sampled, or after; the reply is sampled once and trained once."""
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}], "stream": stream}
+    sessions.policy.delay = 0.5
+    connection = begun(sessions, opened, body)
+    time.sleep(0.2)
+    connection.close()
+    time.sleep(0.1 if waits else 0.6)
+    body = json.dumps(body).encode()
+    answers = [begun(sessions, opened, json.loads(body)).getresponse() for _ in range(1)]
+    assert [answer.status for answer in answers] == [200] and answers[0].read()
+    assert len(sessions.policy.sampled) == 1 and sessions.session(opened).summary()["retries"] == 1
+    sessions.check(opened)
+
+
+def test_session_equal_requests_at_once_are_two_turns(sessions):
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    sessions.policy.delay = 0.3
+    replies = [begun(sessions, opened, body) for _ in range(2)]
+    ids = {json.loads(connection.getresponse().read())["id"] for connection in replies}
+    assert len(ids) == len(sessions.policy.sampled) == 2
+    sessions.check(opened)
+
+
+def test_session_failed_requests_are_sampled_again(sessions):
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    policy = sessions.policy
+
+    async def fails(ids, params):
+        raise InferenceError("http://gateway", "/generate", "no server is admitted", 503)
+
+    sessions.server._generate = fails
+    try:
+        assert sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])[0] == 503
+        streamed = begun(sessions, opened, {**body, "stream": True}).getresponse().read().decode()
+        assert "no server is admitted" in streamed and "[DONE]" not in streamed
+    finally:
+        sessions.server._generate = policy
+    client = sessions.openai(opened)
+    assert client.chat.completions.create(model="policy", **body).id
+    sessions.check(opened)
+
+
+def test_session_streams_show_life_at_once(sessions, monkeypatch):
+    monkeypatch.setattr("recipe.atropos.sessions.server._KEEP_ALIVE", 0.1)
+    opened = sessions.open()
+    sessions.policy.delay = 0.6
+    response = begun(sessions, opened, {"messages": [{"role": "user", "content": "sum"}], "stream": True}).getresponse()
+    started = time.monotonic()
+    assert response.status == 200 and response.readline() == b": keep-alive\n"
+    assert time.monotonic() - started < 0.5
+    assert response.read().decode().count(": keep-alive") >= 2
+
+
+def test_session_server_that_starts_again_goes_on(sessions):
+    opened = sessions.open(limits={"turns": 3}, sampling={"temperature": 0.5})
+    client, messages = sessions.openai(opened), [{"role": "user", "content": "sum"}]
+    for _ in range(3):
+        reply = client.chat.completions.create(model="policy", messages=messages)
+        messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and"}]
+        sessions.stop()
+        sessions.start()
+    with pytest.raises(openai.PermissionDeniedError, match="its limit of 3 turns"):
+        client.chat.completions.create(model="policy", messages=messages)
+    sessions.check(opened)
+    rows = sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]
+    assert len(rows["tokens"]) == 1 and rows["sampling_params"] == [[{"temperature": 0.5}]]
+    assert rows["policy_version_min"] == [3] and rows["policy_version_max"] == [4]
+
+
+def test_session_ends_by_its_reward_once(sessions):
+    opened = sessions.open()
+    path = f"/sessions/{opened['id']}/reward"
+    assert sessions.call("POST", path, {"reward": 1.5, "metrics": {"steps": 2}})[1]["reward"] == 1.5
+    assert sessions.call("POST", path, {"reward": 7.0})[1]["reward"] == 1.5
+    with pytest.raises(openai.PermissionDeniedError, match="the session has ended"):
+        sessions.openai(opened).chat.completions.create(model="", messages=[{"role": "user", "content": "sum"}])
+    with pytest.raises(anthropic.PermissionDeniedError, match="the session has ended"):
+        sessions.anthropic(opened).messages.create(model="", max_tokens=9, messages=[{"role": "user", "content": "a"}])
+    failed = sessions.open()
+    assert sessions.call("POST", f"/sessions/{failed['id']}/reward", {"end": "exit_status"})[1]["end"] == "exit_status"
+    assert sessions.call("POST", f"/sessions/{failed['id']}/reward", {"rewards": 1})[0] == 400
+
+
+def test_session_of_many_agents_at_once_is_a_tree(sessions):
+    opened = sessions.open()
+    sessions.policy.delay = 0.01
+
+    def agent(number):
+        client, messages = sessions.openai(opened), [{"role": "user", "content": f"sum {number % 3}"}]
+        for _ in range(4):
+            said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+            messages += [said.model_dump(exclude_none=True), {"role": "user", "content": "and"}]
+
+    threads = [threading.Thread(target=agent, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    sessions.check(opened)
+    summary = sessions.session(opened).summary()
+    assert (summary["turns"], summary["forks"]) == (24, {}) and summary["rows"] >= 3
