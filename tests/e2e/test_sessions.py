@@ -1,0 +1,184 @@
+"""Sessions on a real SGLang server: what is trained is what it sampled, whatever is killed."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import openai
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+from recipe.atropos.sessions.client import SessionClient
+from recipe.atropos.utils.process import free_port, start_service
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+pytestmark = pytest.mark.timeout(300)
+KEY = "environments"
+
+
+def up(url):
+    for _ in range(600):
+        try:
+            return urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+        except OSError:
+            time.sleep(0.1)
+    return False
+
+
+class Served:
+    """A session server in a process of its own, which can be killed and started again."""
+
+    def __init__(self, model_path, server, folder):
+        self.port = free_port()
+        self.url, self.folder = f"http://127.0.0.1:{self.port}", folder
+        self.command = [sys.executable, "-m", "recipe.atropos.sessions.server", f"--port={self.port}"]
+        self.command += [f"--gateway={server}", f"--tokenizer={model_path}", f"--data={folder / 'sessions.sqlite'}"]
+        self.start()
+
+    def start(self):
+        log, key = self.folder / "sessions.log", {API_KEY_VARIABLE: KEY}
+        self.service = start_service("sessions", self.command, log_path=log, env=key)
+        assert up(self.url), log.read_text()
+
+    def restart(self):
+        os.kill(self.service.pid, signal.SIGKILL)
+        self.service.stop()
+        self.start()
+
+    def call(self, method, *args, **fields):
+        async def inner():
+            async with SessionClient(self.url, KEY) as client:
+                return await getattr(client, method)(*args, **fields)
+
+        return asyncio.run(inner())
+
+
+@pytest.fixture
+def sessions(model_path, server, tmp_path):
+    served = Served(model_path, server, tmp_path)
+    yield served
+    served.service.stop()
+
+
+def check_logprobs(model_path, rows):
+    """Each trained token has the logprob that the model gives it there."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for tokens, masks, logprobs in zip(rows["tokens"], rows["masks"], rows["inference_logprobs"], strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        for place in (place for place, mask in enumerate(masks) if mask != -100):
+            assert masks[place] == tokens[place]
+            assert expected[place - 1, tokens[place]].item() == pytest.approx(logprobs[place], abs=1e-3)
+
+
+def test_session_survives_kills_of_its_server(model_path, sessions):
+    """Between turns and while one is sampled; the client's library only sees an outage."""
+    opened = sessions.call("open", sampling={"temperature": 1.0})
+    client = openai.OpenAI(base_url=f"{opened.base_url}/v1", api_key=opened.api_key, max_retries=8)
+    messages = [{"role": "user", "content": "12 and 7?"}]
+    for turn in range(4):
+        if turn == 1:
+            sessions.restart()
+        if turn == 2:  # while it samples
+            killer = threading.Timer(0.02, sessions.restart)
+            killer.start()
+        reply = client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+        messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+    killer.join()
+    state = sessions.call("end", opened.id, reward=1.0)
+    assert (state["turns"], state["rows"], state["forks"], state["reward"]) == (4, 1, {}, 1.0)
+    sessions.restart()
+    rows = sessions.call("rows", opened.id)
+    assert len(rows["tokens"]) == 1 and sum(mask != -100 for mask in rows["masks"][0]) == state["sampled"]
+    check_logprobs(model_path, rows)
+
+
+@contextmanager
+def environment(model_path, server, sessions, monkeypatch, items, **fields):
+    """The environment of programs, without the adapter; a plain BaseEnv."""
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    path = sessions.folder / "items.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    _, [handle] = ProgramEnv.config_init()
+    handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
+    config = ProgramEnvConfig(
+        tokenizer_name=str(model_path), group_size=3, items=str(path), sessions_url=sessions.url, use_wandb=False,
+        max_token_length=250, data_dir_to_save_evals=str(sessions.folder), **{"max_tokens": 40} | fields,
+    )  # fmt: skip
+    yield ProgramEnv(config, [handle], slurm=False)
+
+
+def collected(env):
+    async def inner():
+        await env.setup()
+        try:
+            return await env.collect_trajectories(await env.get_next_item())
+        finally:
+            await env._sessions.__aexit__()
+
+    return asyncio.run(inner())[0]
+
+
+PROGRAM = """
+import json, os, sys
+from openai import OpenAI
+item = json.loads(os.environ["ATROPOS_ITEM"])
+assert not os.environ["ATROPOS_API_KEY"] and not os.listdir(".")
+client = OpenAI()
+reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": item["question"]}])
+if item.get("exit"):
+    sys.exit(3)
+print(json.dumps({"reward": item["reward"]}))
+"""
+
+
+def test_session_programs_give_a_group_of_what_was_sampled(model_path, server, sessions, monkeypatch):
+    command = f"{sys.executable} -c {shlex.quote(PROGRAM)}"
+    items = [{"question": "12 and 7?", "reward": 0.5}] * 2
+    with environment(model_path, server, sessions, monkeypatch, items, command=command) as env:
+        group = collected(env)
+    assert group["scores"] == [0.5] * 3
+    overrides = group["group_overrides"]
+    assert (overrides["trajectory"], overrides["group_size"]) == ([0, 1, 2], 3)
+    assert overrides["sampling_params"] == [[{"temperature": 1.0}]] * 3
+    check_logprobs(model_path, group)
+
+
+def test_session_agents_as_functions_give_a_group(model_path, server, sessions, monkeypatch):
+    items = [{"question": "12 and 7?", "reward": 0.5}] * 2
+    with environment(model_path, server, sessions, monkeypatch, items, agent="helpers.agents:asks_twice") as env:
+        group = collected(env)
+        assert group["scores"] == [0.5] * 3 and [len(t) for t in group["tokens"]]
+    check_logprobs(model_path, group)
+
+
+@pytest.mark.parametrize(
+    ("fields", "item", "cause"),
+    [
+        ({"agent": "helpers.agents:fails"}, {}, "RuntimeError"),
+        ({"agent": "helpers.agents:hangs", "time_limit": 0.5}, {}, "seconds"),
+        ({"agent": "helpers.agents:asks_twice", "max_turns": 1}, {"question": "a", "reward": 1.0}, "turns"),
+        ({"command": f"{sys.executable} -c {shlex.quote(PROGRAM)}"}, {"question": "a", "exit": True}, "exit_status"),
+        ({"command": "echo done"}, {}, "no_reward"),
+        ({"command": "echo 1.5"}, {}, "no_turn"),
+        ({"command": "sh -c 'sleep 321 & sleep 322'", "time_limit": 1.0}, {}, "seconds"),
+    ],
+)
+def test_session_that_fails_is_repeated_once_and_left_out(
+    model_path, server, sessions, monkeypatch, fields, item, cause
+):
+    with environment(model_path, server, sessions, monkeypatch, [item] * 2, **fields) as env:
+        assert collected(env) is None
+    counts = {name: n for name, n in env.report.counts.items() if name.startswith("sessions/")}
+    assert counts == {f"sessions/failed/{cause}": 6, "sessions/left_out": 3}
+    assert not [p for p in psutil.process_iter(["cmdline"]) if set(p.info["cmdline"] or ()) & {"321", "322"}]
