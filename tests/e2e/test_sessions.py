@@ -63,9 +63,9 @@ class Served:
         return asyncio.run(inner())
 
 
-@pytest.fixture
-def sessions(model_path, server, tmp_path):
-    served = Served(model_path, server, tmp_path)
+@pytest.fixture(scope="module")
+def sessions(model_path, server, tmp_path_factory):
+    served = Served(model_path, server, tmp_path_factory.mktemp("sessions"))
     yield served
     served.service.stop()
 
