@@ -3,5 +3,8 @@
 - ``PATHS``, of its requests; ``KEEP_ALIVE``, what a stream sends while nothing else can be sent;
 - ``read(body) -> Asked``, which raises RequestError, naming the field, for what it cannot do;
 - ``answer(asked, reply) -> dict``, the whole answer, and ``events(asked, reply)``, the same as server-sent events;
-- ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, in a stream.
+- ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, in a
+  stream.
+
+A parameter that is not known has no effect, unless it could change what is sampled.
 """

@@ -1,0 +1,182 @@
+"""OpenAI's responses: a request's input and an answer's output are lists of items, several of which are one message."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from recipe.atropos.sessions.messages import (
+    COMMENT,
+    Asked,
+    Message,
+    Reply,
+    RequestError,
+    event,
+    expect,
+    join,
+    name_tools,
+    openai_error,
+    refuse,
+    sampling_of,
+    text_of,
+    tool_call,
+    tools_of,
+    typed,
+)
+
+PATHS = ("/v1/responses",)
+KEEP_ALIVE = COMMENT
+error = openai_error
+
+_TEXTS = ("input_text", "output_text", "text")
+_ROLES = ("system", "user", "assistant")
+_ECHOED = (
+    "instructions max_output_tokens metadata previous_response_id reasoning store temperature text top_p truncation"
+).split()
+
+
+def read(body: dict[str, Any]) -> Asked:
+    """Return what a request asks; its ``instructions`` are the first message.
+
+    Raises:
+        RequestError: it cannot be answered.
+    """
+    refuse(body, ("conversation", "prompt", "background", "context_management", "image", "top_logprobs"))
+    text = expect(body.get("text") or {}, dict, "text")
+    if text.get("format"):
+        typed(text["format"], "text.format", "text")
+    given = body.get("input")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not expect(given, list, "input"):
+        raise RequestError("input is []; give one item at least")
+    messages = _messages(given)
+    if body.get("instructions"):
+        instructions = expect(body["instructions"], str, "instructions")
+        messages = [{"role": "system", "content": instructions}, *messages]
+    effort = expect(body.get("reasoning") or {}, dict, "reasoning").get("effort")
+    previous = body.get("previous_response_id")
+    return Asked(
+        messages=name_tools(messages),
+        tools=tools_of(body, body.get("tool_choice")),
+        sampling=sampling_of(body, ("max_output_tokens",)),
+        template={"reasoning_effort": expect(effort, str, "reasoning.effort")} if effort else {},
+        previous=expect(previous, str, "previous_response_id").removeprefix("resp_") if previous else None,
+        stream=expect(body.get("stream") or False, bool, "stream"),
+        body=body,
+    )
+
+
+def _messages(items: list[Any]) -> list[Message]:
+    """Join the items that an assistant said in one turn: reasoning, then a text, then calls."""
+    found: list[Message] = []
+    for i, item in enumerate(items):
+        message = _message(item, f"input[{i}]")
+        last = found[-1] if found else {"role": None}
+        both = message["role"] == last["role"] == "assistant"
+        if both and ("tool_calls" in message or not (last["content"] or "tool_calls" in last)):
+            join(last, message)
+        else:
+            found.append(message)
+    return found
+
+
+def _message(item: Any, where: str) -> Message:
+    kinds = ("message", "reasoning", "function_call", "function_call_output", None)
+    match typed(item, where, *kinds).get("type"):
+        case "reasoning":
+            text = text_of(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
+            text = text or text_of(item.get("summary"), f"{where}.summary", ("summary_text",))
+            return {"role": "assistant", "content": "", **({"reasoning_content": text} if text else {})}
+        case "function_call":
+            call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            text, id = _text(item, "output", where), expect(item.get("call_id"), str, f"{where}.call_id")
+            return {"role": "tool", "tool_call_id": id, "content": text}
+    role = "system" if item.get("role") == "developer" else item.get("role")
+    if role not in _ROLES:
+        raise RequestError(f"{where}.role is {role!r:.80}; give developer, {', '.join(_ROLES)}")
+    return {"role": role, "content": _text(item, "content", where)}
+
+
+def _text(item: dict[str, Any], name: str, where: str) -> str:
+    if item.get(name) is None:
+        raise RequestError(f"{where}.{name} is missing; give a text")
+    return text_of(item[name], f"{where}.{name}", _TEXTS)
+
+
+def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
+    """Return a ``Response`` with the exact tokens; how many of them are reasoning or were cached is not known."""
+    status = "incomplete" if reply.finish == "length" else "completed"
+    output: list[dict[str, Any]] = []
+    if reply.reasoning is not None:
+        thought = {"type": "reasoning_text", "text": reply.reasoning}
+        output.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [thought]})
+    if reply.content or not reply.calls:
+        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
+        output.append({"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "content": [part]})
+    for i, call in enumerate(reply.calls):
+        what = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        output.append({"type": "function_call", "id": f"fc_{reply.id}_{i}", **what})
+    prompt, sampled = len(reply.prompt), len(reply.tokens)
+    tools = [{"parameters": None, "strict": False, **tool} for tool in asked.body.get("tools") or ()]
+    return {
+        **{name: asked.body.get(name) for name in _ECHOED},
+        "id": f"resp_{reply.id}",
+        "object": "response",
+        "created_at": reply.created,
+        "model": reply.model,
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if reply.finish == "length" else None,
+        "output": [{**item, "status": status} for item in output],
+        "parallel_tool_calls": True,
+        "tool_choice": asked.body.get("tool_choice") or "auto",
+        "tools": tools,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        },
+        "token_ids": reply.tokens,
+        **reply.exact,
+    }
+
+
+def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
+    """Yield a stream's events; the last one has the whole answer."""
+    numbers = itertools.count()
+
+    def one(kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
+
+    whole = answer(asked, reply)
+    begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    begun = {name: value for name, value in begun.items() if name not in ("token_ids", *reply.exact)}
+    yield one("created", response=begun)
+    yield one("in_progress", response=begun)
+    for index, item in enumerate(whole["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield one("output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
+        if item["type"] == "function_call":
+            yield one("function_call_arguments.delta", **at, delta=item["arguments"])
+            yield one("function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
+        else:
+            [part], at = item["content"], {**at, "content_index": 0}
+            more = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield one("content_part.added", **at, part={**part, "text": ""})
+            yield one(f"{part['type']}.delta", **at, delta=part["text"], **more)
+            yield one(f"{part['type']}.done", **at, text=part["text"], **more)
+            yield one("content_part.done", **at, part=part)
+        yield one("output_item.done", output_index=index, item=item)
+    yield one(whole["status"], response=whole)
+
+
+def failed(status: int, message: str, kind: str) -> bytes:
+    """Return an error as the only event of a stream; with OpenAI's ``error`` in it, on which their client raises."""
+    fields = {"type": "error", "sequence_number": 0, "code": str(status), "message": message, "param": None}
+    return event({**fields, **openai_error(status, message, kind)}, "error")
