@@ -37,7 +37,7 @@ class RequestError(AtroposError, ValueError):
         self.status, self.kind = status, kind
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class Asked(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """A request: ``messages``, or a ``prompt`` (text or token ids) as it is. ``sampling`` are parameters of SGLang's
     /generate, those that the client gave; ``template`` arguments of the chat template; ``previous`` the id of the reply
     that the messages continue; ``body`` the request itself.
@@ -53,7 +53,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     body: dict[str, Any] = {}
 
 
-class Call(msgspec.Struct, frozen=True):
+class Call(msgspec.Struct, frozen=True):  # type: ignore[call-arg]
     """A tool call; ``arguments`` is the JSON text of an object."""
 
     id: str
@@ -61,7 +61,7 @@ class Call(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class Reply(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """The policy's answer, as it is recorded: the same one answers a retry.
 
     ``prompt`` (p,) and ``tokens`` (n,) are ids, ``logprobs`` (n,) of the sampled tokens, ``versions`` spans

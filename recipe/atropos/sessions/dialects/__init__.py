@@ -6,5 +6,7 @@
 - ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, in a
   stream.
 
+Anthropic's also has ``COUNT_PATH``, and ``count(body) -> Asked`` for its requests, which only want a prompt's length.
+
 A parameter that is not known has no effect, unless it could change what is sampled.
 """
