@@ -8,7 +8,6 @@ with the arguments as JSON text; a tool's ``tool_call_id`` and ``name``. Tools a
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -18,11 +17,16 @@ from recipe.atropos.errors import AtroposError
 
 Message = dict[str, Any]
 
-_SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
-    *("min_tokens", "seed", "ignore_eos"),
-)
+_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_WHOLE = ("top_k", "min_tokens", "min_new_tokens", "seed", "sampling_seed")
 _NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # of SGLang, where they are others
+_CONSTRAINTS = (
+    "logit_bias logits_processors custom_logit_processor custom_params bad_words allowed_token_ids use_beam_search"
+    " regex ebnf grammar json_schema structural_tag structured_outputs guided_json guided_regex guided_choice"
+    " guided_grammar guided_decoding stop_regex thinking_token_budget truncate_prompt_tokens lora_path"
+).split()
+_OTHER_POLICY = "would sample from another distribution than the one that is trained"
+_WORDS = {bool: "true or false", dict: "an object", list: "a list", str: "a text"}
 
 
 class RequestError(AtroposError, ValueError):
@@ -33,38 +37,35 @@ class RequestError(AtroposError, ValueError):
         self.status, self.kind = status, kind
 
 
-class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # type: ignore[call-arg]  # msgspec's, unseen here
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # type: ignore[call-arg]
     """Base of what environments send: an unknown field is an error."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """A request: ``messages``, or a ``prompt`` (text or token ids) as it is. ``sampling`` are parameters of SGLang's
     /generate, those that the client gave; ``template`` arguments of the chat template; ``previous`` the id of the reply
     that the messages continue; ``body`` the request itself.
     """
 
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = []
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    template: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = {}
+    template: dict[str, Any] = {}
     previous: str | None = None
     stream: bool = False
-    body: dict[str, Any] = field(default_factory=dict)
+    body: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Call:
-    """A tool call; ``arguments`` is JSON text."""
+class Call(msgspec.Struct, frozen=True):  # type: ignore[call-arg]
+    """A tool call; ``arguments`` is the JSON text of an object."""
 
     id: str
     name: str
     arguments: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """The policy's answer, as it is recorded: the same one answers a retry.
 
     ``prompt`` (p,) and ``tokens`` (n,) are ids, ``logprobs`` (n,) of the sampled tokens, ``versions`` spans
@@ -82,7 +83,7 @@ class Reply:
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
-    versions: list[dict[str, Any]] = field(default_factory=list)
+    versions: list[dict[str, Any]] = []
 
     def message(self) -> Message:
         """Return it as an assistant's message."""
@@ -90,10 +91,7 @@ class Reply:
         if self.reasoning is not None:
             found["reasoning_content"] = self.reasoning
         if self.calls:
-            found["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.calls
-            ]
+            found["tool_calls"] = [tool_call(call.id, call.name, call.arguments, "calls") for call in self.calls]
         return found
 
     @property
@@ -123,73 +121,84 @@ def _canonical(arguments: Any) -> Any:
     return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()
 
 
-def sampling_of(body: Mapping[str, Any], limit: Sequence[str] = ("max_tokens",)) -> dict[str, Any]:
-    """Return SGLang's sampling parameters for those in a request; ``limit`` are its names of the reply's length."""
-    found = {_NAMES.get(name, name): body[name] for name in _SAMPLING if body.get(name) is not None}
-    for name, value in found.items():
-        if not isinstance(value, int | float):
-            raise RequestError(f"{name} is {value!r}; give a number")
+def expect(value: Any, kind: type, where: str) -> Any:
+    """Return ``value``, which must be of type ``kind``: bool, dict, list or str.
+
+    Raises:
+        RequestError: it is not; names ``where`` in the request it was found.
+    """
+    if not isinstance(value, kind):
+        raise RequestError(f"{where} is {value!r:.80}; give {_WORDS[kind]}")
+    return value
+
+
+def typed(value: Any, where: str, *kinds: Any) -> dict[str, Any]:
+    """Return ``value``, which must be an object whose ``type`` is one of ``kinds``.
+
+    Raises:
+        RequestError: it is not.
+    """
+    kind = expect(value, dict, where).get("type")
+    if kind not in kinds:
+        names = ", ".join(str(name) for name in kinds if name)
+        raise RequestError(f"{where}.type is {kind!r:.80}; sessions take {names} only")
+    return value
+
+
+def sampling_of(body: Mapping[str, Any], limit: Sequence[str] = ("max_tokens",), stop: str = "stop") -> dict[str, Any]:
+    """Return SGLang's sampling parameters for those in a request.
+
+    ``limit`` are the request's names of the reply's length, of which the last counts; ``stop`` that of the texts that
+    end it.
+
+    Raises:
+        RequestError: a value has a wrong type, or the request wants several replies or constrained sampling.
+    """
+    refuse(body, _CONSTRAINTS, _OTHER_POLICY)
+    for name in ("n", "best_of"):
+        if body.get(name) not in (None, 1):
+            raise RequestError(f"{name} is {body[name]!r:.80}; a session gives one reply to a request: leave it out")
+    found: dict[str, Any] = {}
+    for names, types, wanted in ((_NUMBERS, (int, float), "a number"), (_WHOLE, (int,), "a whole number")):
+        for name in names:
+            if (value := body.get(name)) is not None:
+                if type(value) not in types:
+                    raise RequestError(f"{name} is {value!r:.80}; give {wanted}")
+                found[_NAMES.get(name, name)] = value
+    if found.get("top_k") == 0:
+        found["top_k"] = -1  # SGLang's way to say all
     for name in limit:
-        if body.get(name) is not None:
-            if type(body[name]) is not int or body[name] < 1:
-                raise RequestError(f"{name} is {body[name]!r}; give a whole number from 1 on")
-            found["max_new_tokens"] = body[name]
-    if stop := body.get("stop"):
-        found["stop"] = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stop, str | list) or not all(isinstance(one, str) for one in stop):
-            raise RequestError(f"stop is {stop!r}; give a text, or a list of texts")
+        if (value := body.get(name)) is not None:
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name} is {value!r:.80}; give a whole number from 1 on")
+            found["max_new_tokens"] = value
+    if body.get("ignore_eos"):
+        found["ignore_eos"] = expect(body["ignore_eos"], bool, "ignore_eos")
     if body.get("stop_token_ids"):
-        found["stop_token_ids"] = token_ids(body["stop_token_ids"], "stop_token_ids")
+        found["stop_token_ids"] = ids_of(body["stop_token_ids"], "stop_token_ids")
+    if texts := body.get(stop):
+        found["stop"] = [texts] if isinstance(texts, str) else expect(texts, list, stop)
+        if not all(isinstance(text, str) and text for text in found["stop"]):
+            raise RequestError(f"{stop} is {texts!r:.80}; give a text, or a list of texts, none of them empty")
     return found
 
 
-def token_ids(given: Any, name: str) -> list[int]:
-    """Return a list of at least one token id; raise RequestError if it is none."""
-    if not isinstance(given, list) or not given or not all(type(one) is int and 0 <= one < 1 << 31 for one in given):
-        raise RequestError(f"{name} is {str(given)[:80]}; give a list of token ids")
-    return given
+def ids_of(value: Any, where: str) -> list[int]:
+    """Return ``value``, which must be a list of token ids, one at least.
 
-
-def mappings(body: Mapping[str, Any], name: str, where: str = "") -> list[dict[str, Any]]:
-    """Return a field that is a list of mappings, [] if it is not given; raise RequestError if it is none."""
-    found = body.get(name) or []
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise RequestError(f"{where}{'.' if where else ''}{name} is {str(found)[:80]}; give a list of objects")
-    return found
-
-
-def string(body: Mapping[str, Any], name: str, where: str = "") -> str | None:
-    """Return a field that is a text, None if it is not given; raise RequestError if it is none."""
-    found = body.get(name)
-    if not isinstance(found, str | None):
-        raise RequestError(f"{where}{'.' if where else ''}{name} is {str(found)[:80]}; give a text")
-    return found
-
-
-def flag(body: Mapping[str, Any], name: str) -> bool:
-    """Return a field that is true or false, or null for false; raise RequestError if it is none."""
-    found = body.get(name)
-    if not isinstance(found, bool | None):
-        raise RequestError(f"{name} is {found!r}; give true or false")
-    return bool(found)
-
-
-def refuse_forced_tools(choice: Any) -> bool:
-    """Return whether a request's tools may be used. Raise RequestError if one must be: that constrains the sampling."""
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    if kind in (None, "auto"):
-        return True
-    if kind == "none":
-        return False
-    why = "constrained sampling is of another distribution than what is trained"
-    raise RequestError(f"tool_choice={choice!r}: {why}; give auto or none")
+    Raises:
+        RequestError: it is not.
+    """
+    if not expect(value, list, where) or not all(type(one) is int and one >= 0 for one in value):
+        raise RequestError(f"{where} is {value!r:.80}; give one list of token ids, whole numbers from 0 on")
+    return value
 
 
 def refuse(body: Mapping[str, Any], names: Iterable[str], why: str = "is not supported in sessions") -> None:
     """Raise RequestError for the first of ``names`` that a request has set to anything but null, false or nothing."""
     for name in names:
         if body.get(name) not in (None, False, "", [], {}, 0):
-            raise RequestError(f"{name}={orjson.dumps(body[name]).decode()[:80]} {why}; leave it out")
+            raise RequestError(f"{name}={body[name]!r:.80} {why}; leave it out")
 
 
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
@@ -197,17 +206,106 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RequestError(f"{where} is {content!r}; give a text, or a list of parts")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in kinds or not isinstance(part.get("text"), str):
-            raise RequestError(f"{where} has a part of type {kind!r}; sessions take {', '.join(kinds)} only")
-        texts.append(part["text"])
-    return "".join(texts)
+        raise RequestError(f"{where} is {content!r:.80}; give a text, or a list of parts")
+    parts = [(typed(part, f"{where}[{i}]", *kinds), f"{where}[{i}].text") for i, part in enumerate(content)]
+    return "".join(expect(part.get("text"), str, name) for part, name in parts)
+
+
+def tool_call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """Return a call in the form of a message's ``tool_calls``; ``arguments`` may be an object or its JSON text.
+
+    Raises:
+        RequestError: a value has a wrong type.
+    """
+    if isinstance(arguments, dict):
+        arguments = orjson.dumps(arguments).decode()
+    function = {
+        "name": expect(name, str, f"{where}: the name of a tool"),
+        "arguments": expect(arguments, str, f"{where}: the arguments of {name}") or "{}",
+    }
+    return {"id": expect(id, str, f"{where}: the id of a call"), "type": "function", "function": function}
+
+
+def name_tools(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages, those of tools with the ``name`` of the call that they answer, where they lack one."""
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        if message["role"] == "tool" and "name" not in message and message["tool_call_id"] in names:
+            message = {**message, "name": names[message["tool_call_id"]]}
+        found.append(message)
+    return found
+
+
+def join(message: Message, more: Message) -> None:
+    """Extend an assistant's message by the text, the reasoning and the calls of another."""
+    message["content"] += more["content"]
+    for key in ("reasoning_content", "tool_calls"):
+        if key in more:
+            message[key] = message[key] + more[key] if key in message else more[key]
+
+
+def tools_of(
+    body: Mapping[str, Any],
+    choice: Any,
+    kinds: Sequence[Any] = ("function",),
+    within: str | None = None,
+    schema: str = "parameters",
+) -> list[dict[str, Any]] | None:
+    """Return the tools that the template is given; None without any, or if ``choice``, the dialect's, is "none".
+
+    A tool's ``type`` is one of ``kinds``; its name, its description and, as ``schema``, its parameters stand in its
+    field ``within``, or in itself. ``strict`` has no effect: it would need constrained decoding.
+
+    Raises:
+        RequestError: a tool is of another kind or has a field of a wrong type, or a call is required.
+    """
+    if choice not in (None, "auto", "none"):
+        raise RequestError(f"tool_choice={choice!r:.80} {_OTHER_POLICY}; give auto or none")
+    found = []
+    for i, tool in enumerate(expect(body.get("tools") or [], list, "tools")):
+        given, where = typed(tool, f"tools[{i}]", *kinds), f"tools[{i}]"
+        if within:
+            given, where = expect(given.get(within), dict, f"{where}.{within}"), f"{where}.{within}"
+        function = {"name": expect(given.get("name"), str, f"{where}.name")}
+        if given.get("description") is not None:
+            function["description"] = expect(given["description"], str, f"{where}.description")
+        if given.get(schema) is not None:
+            function["parameters"] = expect(given[schema], dict, f"{where}.{schema}")
+        found.append({"type": "function", "function": function})
+    return found if found and choice != "none" else None
+
+
+def token_logprobs(reply: Reply) -> list[dict[str, Any]]:
+    """Return (n,) entries of OpenAI's ``logprobs.content``, whose tokens are named by their ids, as by vLLM."""
+    return [
+        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for token, logprob in zip(reply.tokens, reply.logprobs, strict=True)
+    ]
+
+
+def usage_of(reply: Reply) -> dict[str, int]:
+    """Return OpenAI's counts of tokens."""
+    prompt, sampled = len(reply.prompt), len(reply.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def event(data: Any, name: str | None = None) -> bytes:
     """Return a server-sent event; ``data`` is written as JSON unless it is a string."""
     text = data if isinstance(data, str) else orjson.dumps(data).decode()
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+COMMENT = b": still sampling\n\n"  # an event that clients skip
+DONE = event("[DONE]")
+
+
+def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
+    """Return an error's body as OpenAI's clients read it; ``code`` is the status, as with SGLang and vLLM."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def openai_failed(status: int, message: str, kind: str) -> bytes:
+    """Return an error as an event, on which OpenAI's clients raise."""
+    return event(openai_error(status, message, kind))

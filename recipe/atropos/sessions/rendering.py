@@ -29,6 +29,7 @@ from recipe.atropos.sessions.tree import Turn
 Thinking = Literal["kept", "as_template"]
 Parsed = tuple[str, str | None, list[tuple[str, str]]]  # content, reasoning, calls as (name, JSON of the arguments)
 
+_READ = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 _MARK = "\ue000the reply\ue001"  # stands for a sampled reply in a rendered text; private characters of Unicode
 
 
@@ -146,9 +147,9 @@ class Rendering:
         found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
         calls, content = [], found.content or ""
         for call in found.tool_calls:
-            if call.name and call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL):
-                given = call.arguments
-                calls.append((call.name, given if isinstance(given, str) else orjson.dumps(given or {}).decode()))
+            arguments = _object(call.arguments)
+            if call.name and arguments is not None and call.status in _READ:
+                calls.append((call.name, orjson.dumps(arguments).decode()))
             else:
                 content += call.raw
         return content, found.reasoning_content, calls
@@ -173,17 +174,20 @@ def _with_arguments(messages: list[Message]) -> list[Message]:
     found = []
     for message in messages:
         if calls := message.get("tool_calls"):
-            calls = [{**call, "function": {**call["function"], "arguments": _mapping(call)}} for call in calls]
+            functions = [{**call["function"], "arguments": _object(call["function"]["arguments"])} for call in calls]
+            calls = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
             message = {**message, "tool_calls": calls}
         found.append(message)
     return found
 
 
-def _mapping(call: dict[str, Any]) -> Any:
+def _object(arguments: Any) -> dict[str, Any] | None:
+    """Return a call's arguments, given as a mapping or as its JSON; None if they are none."""
     try:
-        return json.loads(call["function"]["arguments"] or "{}")
+        found = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
     except ValueError:
-        return call["function"]["arguments"]
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def as_ids(ids: Sequence[int]) -> np.ndarray:

@@ -34,7 +34,7 @@ from transformers import AutoTokenizer
 
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
-from recipe.atropos.sessions.dialects import DIALECTS
+from recipe.atropos.sessions.dialects import DIALECTS, anthropic
 from recipe.atropos.sessions.messages import Asked, RequestError, Strict
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.session import Exchange, Limits, Session, State
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 5  # at a reply that the servers abort
 _KEEP_ALIVE = 10.0  # s between two signs of life of a stream
 _BODY_BYTES = 64 << 20
-COUNT_PATH = "/v1/messages/count_tokens"
 
 
 def session_key(identifier: str, key: str) -> str:
@@ -94,7 +93,7 @@ class SessionServer:
         app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
         for start in ("", "/sessions/{id}"):
             app.router.add_get(f"{start}/v1/models", self.models)
-            app.router.add_post(f"{start}{COUNT_PATH}", self.count_tokens)
+            app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
             for dialect in DIALECTS:
                 for path in dialect.PATHS:
                     app.router.add_post(start + path, partial(self.answer, dialect))
@@ -188,7 +187,7 @@ class SessionServer:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        asked = _dialect_of(request.path).read(_object(await request.read()))
+        asked = anthropic.count(_object(await request.read()))
         return _json({"input_tokens": len(session.prompt(asked, self.rendering))})
 
     async def answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
@@ -270,7 +269,9 @@ class SessionServer:
 
 def _dialect_of(path: str) -> ModuleType:
     """Return the dialect of a path, by which errors are written; the first for paths of none."""
-    return next((one for one in DIALECTS if path.endswith((*one.PATHS, f"{one.PATHS[0]}/count_tokens"))), DIALECTS[0])
+    if path.endswith(anthropic.COUNT_PATH):
+        return anthropic
+    return next((one for one in DIALECTS if path.endswith(one.PATHS)), DIALECTS[0])
 
 
 def _given_key(request: web.Request) -> str:

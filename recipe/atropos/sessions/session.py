@@ -21,7 +21,7 @@ import numpy as np
 
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.sampled import SampledReply
-from recipe.atropos.sessions.messages import Asked, Call, Message, Reply, RequestError, Strict, digest
+from recipe.atropos.sessions.messages import Asked, Call, Message, Reply, RequestError, Strict, digest, name_tools
 from recipe.atropos.sessions.rendering import Rendering, as_ids
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.sessions.tree import Said, Tree, Turn, identified
@@ -182,7 +182,7 @@ class Session:
         record = _Record(
             parent and parent.number,
             added.tobytes(),
-            replace(reply, prompt=[]),
+            msgspec.structs.replace(reply, prompt=[]),
             sampled.versions,
             SamplingParams.from_request(params).to_mapping(),
             [tuple(one) for one in said[history:]],
@@ -208,7 +208,7 @@ class Session:
     def recorded(self, number: int) -> Reply:
         """Return the reply of a turn, as it was."""
         [(*_, data)] = self.store.turns(self.state.id, number)
-        return replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
+        return msgspec.structs.replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
 
     def history(self, turn: Turn) -> list[Message]:
         """Return the messages up to a turn's reply."""
@@ -256,7 +256,13 @@ class Session:
             before = [turn for turn in self.tree.turns if turn.reply == asked.previous]
             if not before:
                 raise RequestError(f"previous_response_id={asked.previous}: this session has no such reply", 404)
-            messages = self.history(before[0]) + messages
+            history = self.history(before[0])
+            if messages[:1] and messages[0]["role"] == "system" and history[0]["role"] == "system":
+                history = history[1:]  # a request's own instructions replace those before
+                messages = [messages[0], *history, *messages[1:]]
+            else:
+                messages = history + messages
+            messages = name_tools(messages)
         if asked.prompt is None and not messages:
             raise RequestError("messages is empty; give at least one")
         if messages and messages[-1]["role"] == "assistant":

@@ -151,27 +151,14 @@ def test_session_of_texts_and_ids_is_one_row(sessions):
     ("path", "body", "named"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "n": 2}, "n=2"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}], "logit_bias": {"1": 2}}, "logit_bias"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}], "tool_choice": "required"}, "tool_choice"),
-        ("/v1/chat/completions", {"messages": [], "response_format": {"type": "json"}}, "response_format"),
-        ("/v1/chat/completions", {"messages": [{"role": "nobody"}]}, "messages[0].role"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}, {"role": "assistant"}]}, "the last message"),
-        ("/v1/chat/completions", {"messages": []}, "messages is empty"),
-        ("/v1/chat/completions", {"messages": 7}, "messages is 7"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}], "temperature": "hot"}, "temperature is 'hot'"),
-        ("/v1/chat/completions", {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens is 0"),
-        ("/v1/responses", {"input": [{"type": "input_image"}]}, "input_image"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "the last"),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "previous_response_id=7"),
-        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "web_search"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
-        ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt is"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
+        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
         ("/inference/v1/generate", {"token_ids": []}, "token_ids"),
     ],
-)  # fmt: skip
+)
 def test_session_requests_that_cannot_be_answered_are_named(sessions, path, body, named):
     opened = sessions.open()
     status, answer = sessions.call("POST", path, body, opened["api_key"])
@@ -268,9 +255,9 @@ def test_session_streams_show_life_at_once(sessions, monkeypatch):
     sessions.policy.delay = 0.6
     response = begun(sessions, opened, {"messages": [{"role": "user", "content": "sum"}], "stream": True}).getresponse()
     started = time.monotonic()
-    assert response.status == 200 and response.readline() == b": keep-alive\n"
+    assert response.status == 200 and response.readline() == b": still sampling\n"
     assert time.monotonic() - started < 0.5
-    assert response.read().decode().count(": keep-alive") >= 2
+    assert response.read().decode().count(": still sampling") >= 2
 
 
 def test_session_server_that_starts_again_goes_on(sessions):

@@ -3,7 +3,12 @@
 - ``PATHS``, of its requests; ``KEEP_ALIVE``, what a stream sends while nothing else can be sent;
 - ``read(body) -> Asked``, which raises RequestError, naming the field, for what it cannot do;
 - ``answer(asked, reply) -> dict``, the whole answer, and ``events(asked, reply)``, the same as server-sent events;
-- ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, a stream's.
+- ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, in a
+  stream.
+
+Anthropic's also has ``COUNT_PATH``, and ``count(body) -> Asked`` for its requests, which only want a prompt's length.
+
+A parameter that is not known has no effect, unless it could change what is sampled.
 """
 
 from recipe.atropos.sessions.dialects import anthropic, chat, completions, generate, responses, tokens

@@ -1,4 +1,4 @@
-"""Anthropic's messages."""
+"""Anthropic's messages. A turn is a list of blocks; turns of one role that follow each other are one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,151 +11,185 @@ from recipe.atropos.sessions.messages import (
     Reply,
     RequestError,
     event,
-    flag,
-    mappings,
+    expect,
+    join,
+    name_tools,
     refuse,
-    refuse_forced_tools,
     sampling_of,
-    string,
     text_of,
+    tool_call,
+    tools_of,
+    typed,
 )
 
 PATHS = ("/v1/messages",)
+COUNT_PATH = "/v1/messages/count_tokens"
 KEEP_ALIVE = event({"type": "ping"}, "ping")
-_ERRORS = {"permission_error", "authentication_error", "not_found_error", "api_error"}
+
+_BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
+_BILLING = "x-anthropic-billing-header:"  # Claude Code's, for Anthropic; it differs between the requests of a task
+_THINKING = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}, "adaptive": {}}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
 
 
 def read(body: dict[str, Any]) -> Asked:
-    refuse(body, ("mcp_servers", "container", "output_format"))
-    thinking = body.get("thinking") or {}
-    if not isinstance(thinking, dict):
-        raise RequestError(f"thinking is {thinking!r}; give a mapping")
-    usable = refuse_forced_tools(body.get("tool_choice"))
-    system = text_of(body.get("system"), "system")
+    """Return what a request asks.
+
+    Raises:
+        RequestError: it cannot be answered.
+    """
+    if body.get("max_tokens") is None:
+        raise RequestError("max_tokens is missing; give a whole number from 1 on")
+    asked = count(body)
+    if asked.messages[-1]["role"] == "assistant":
+        raise RequestError("messages ends with an assistant's turn, and a session continues none; end with a user's")
+    return asked
+
+
+def count(body: dict[str, Any]) -> Asked:
+    """Return what a request to COUNT_PATH asks, which has no ``max_tokens``, and may end with any turn.
+
+    Raises:
+        RequestError: it cannot be answered.
+    """
+    refuse(body, ("container", "mcp_servers", "output_format", "prefill"))
+    output = expect(body.get("output_config") or {}, dict, "output_config")
+    refuse(output, ("format",))
+    template: dict[str, Any] = {}
+    if body.get("thinking"):
+        template = dict(_THINKING[typed(body["thinking"], "thinking", *_THINKING)["type"]])
+    if output.get("effort"):
+        template["reasoning_effort"] = expect(output["effort"], str, "output_config.effort")
+    choice = expect(body.get("tool_choice") or {}, dict, "tool_choice").get("type")
     return Asked(
-        messages=[{"role": "system", "content": system}] * bool(system) + _messages(body),
-        tools=([_tool(tool) for tool in mappings(body, "tools")] or None) if usable else None,
-        sampling=sampling_of({**body, "stop": body.get("stop_sequences")}),
-        template={"enable_thinking": thinking["type"] != "disabled"} if thinking.get("type") else {},
-        stream=flag(body, "stream"),
+        messages=name_tools(_messages(body)),
+        tools=tools_of(body, choice, ("custom", None), schema="input_schema"),
+        sampling=sampling_of(body, stop="stop_sequences"),
+        template=template,
+        stream=expect(body.get("stream") or False, bool, "stream"),
         body=body,
     )
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-        raise RequestError(f"a tool of type {tool.get('type')!r}: sessions have tools of the client's, with a name")
-    function = {"name": tool["name"], "parameters": tool.get("input_schema") or {"type": "object"}}
-    described = {"description": tool["description"]} if tool.get("description") else {}
-    return {"type": "function", "function": function | described}
-
-
 def _messages(body: dict[str, Any]) -> list[Message]:
     found: list[Message] = []
-    names: dict[str, str] = {}
-    for i, given in enumerate(mappings(body, "messages")):
-        where, role, content = f"messages[{i}]", given.get("role"), given.get("content")
-        if role not in ("user", "assistant"):
-            raise RequestError(f"{where}.role is {role!r}; give user or assistant")
-        if isinstance(content, str):
-            found.append({"role": role, "content": content})
-            continue
-        texts, calls, thoughts, results = [], [], [], []
-        for block in mappings(given, "content", where):
-            kind = block.get("type")
-            if kind == "text":
-                texts.append(string(block, "text", where) or "")
-            elif kind == "thinking" and role == "assistant":
-                thoughts.append(string(block, "thinking", where) or "")
-            elif kind == "tool_use" and role == "assistant":
-                identifier, name = string(block, "id", where) or "", string(block, "name", where) or ""
-                names[identifier] = name
-                function = {"name": name, "arguments": orjson.dumps(block.get("input") or {}).decode()}
-                calls.append({"id": identifier, "type": "function", "function": function})
-            elif kind == "tool_result" and role == "user":
-                identifier = string(block, "tool_use_id", where) or ""
-                result: Message = {"role": "tool", "content": text_of(block.get("content"), f"{where}.content")}
-                result["tool_call_id"] = identifier
-                results.append(result | ({"name": names[identifier]} if identifier in names else {}))
-            elif kind != "redacted_thinking":
-                raise RequestError(f"{where} has a block of type {kind!r}, which sessions do not take from {role}")
-        found += results
-        if texts or role == "assistant" or not results:
-            message: Message = {"role": role, "content": "".join(texts)}
-            if thoughts:
-                message["reasoning_content"] = "".join(thoughts)
-            found.append(message | ({"tool_calls": calls} if calls else {}))
+    system = body.get("system")
+    if isinstance(system, list):
+        system = [one for one in system if not (isinstance(one, dict) and str(one.get("text")).startswith(_BILLING))]
+    if system:
+        found.append({"role": "system", "content": text_of(system, "system")})
+    turns = expect(body.get("messages"), list, "messages")
+    if not turns:
+        raise RequestError("messages is []; give one at least")
+    for i, turn in enumerate(turns):
+        for message in _turn(expect(turn, dict, f"messages[{i}]"), f"messages[{i}]"):
+            if found and message["role"] == found[-1]["role"] == "assistant":
+                join(found[-1], message)
+            else:
+                found.append(message)
     return found
 
 
-def _content(reply: Reply) -> list[dict[str, Any]]:
-    blocks: list[dict[str, Any]] = []
-    if reply.reasoning is not None:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-    if reply.content:
-        blocks.append({"type": "text", "text": reply.content, "citations": None})
-    for call in reply.calls:
-        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _mapping(call.arguments)})
-    return blocks
-
-
-def _mapping(arguments: str) -> Any:
-    """Return arguments, which this dialect has as a mapping; what is none stays as text."""
-    try:
-        found = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
-        found = arguments
-    return found if isinstance(found, dict) else {"arguments": found}
+def _turn(turn: dict[str, Any], where: str) -> Iterator[Message]:
+    """Yield the results of tools, then what else a turn says."""
+    role = turn.get("role")
+    if role not in tuple(_BLOCKS):
+        raise RequestError(f"{where}.role is {role!r:.80}; give {', '.join(_BLOCKS)}")
+    blocks, where = turn.get("content"), f"{where}.content"
+    if isinstance(blocks, str):
+        blocks = [{"type": "text", "text": blocks}]
+    texts, thoughts, calls, results = [], [], [], []
+    for i, block in enumerate(expect(blocks, list, where)):
+        place = f"{where}[{i}]"
+        match typed(block, place, *_BLOCKS[role])["type"]:
+            case "text":
+                texts.append(expect(block.get("text"), str, f"{place}.text"))
+            case "thinking":
+                thoughts.append(expect(block.get("thinking"), str, f"{place}.thinking"))
+            case "tool_use":
+                given = expect(block.get("input"), dict, f"{place}.input")
+                calls.append(tool_call(block.get("id"), block.get("name"), given, place))
+            case "tool_result":
+                id = expect(block.get("tool_use_id"), str, f"{place}.tool_use_id")
+                text = text_of(block.get("content"), f"{place}.content")
+                results.append({"role": "tool", "tool_call_id": id, "content": text})
+    yield from results
+    if texts or not results:
+        message: Message = {"role": role, "content": "".join(texts)}
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        yield message
 
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
-    return _head(reply) | {
-        "content": _content(reply),
-        **_stop(reply),
+    """Return a ``Message`` with the exact tokens."""
+    content: list[dict[str, Any]] = []
+    if reply.reasoning is not None:
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.calls:
+        content.append({"type": "text", "text": reply.content})
+    for call in reply.calls:
+        given = orjson.loads(call.arguments)
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    reason = "end_turn" if reply.stop is None else "stop_sequence"
+    if reply.calls:
+        reason = "tool_use"
+    if reply.finish == "length":
+        reason = "max_tokens"
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": reply.model,
+        "content": content,
+        "stop_reason": reason,
+        "stop_sequence": reply.stop if reason == "stop_sequence" else None,
         "usage": {"input_tokens": len(reply.prompt), "output_tokens": len(reply.tokens)},
         "token_ids": reply.tokens,
         **reply.exact,
     }
 
 
-def _head(reply: Reply) -> dict[str, Any]:
-    return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
-
-
-def _stop(reply: Reply) -> dict[str, Any]:
-    reason = "max_tokens" if reply.finish == "length" else "tool_use" if reply.calls else "end_turn"
-    if reply.stop is not None and not reply.calls:
-        reason = "stop_sequence"
-    return {"stop_reason": reason, "stop_sequence": reply.stop}
-
-
 def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
-    def typed(kind: str, **fields: Any) -> bytes:
+    """Yield a stream's events; the ``message_delta`` has the exact tokens."""
+
+    def one(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
 
-    started = {"content": [], "stop_reason": None, "stop_sequence": None}
-    tokens = {"input_tokens": len(reply.prompt), "output_tokens": 0}
-    yield typed("message_start", message=_head(reply) | started | {"usage": tokens})
-    for index, block in enumerate(_content(reply)):
-        if block["type"] == "tool_use":
-            empty, delta = {"input": {}}, {"type": "input_json_delta"}
-            delta["partial_json"] = orjson.dumps(block["input"]).decode()
-        else:
-            empty, delta = {block["type"]: ""}, {"type": f"{block['type']}_delta", block["type"]: block[block["type"]]}
-        yield typed("content_block_start", index=index, content_block=block | empty)
-        yield typed("content_block_delta", index=index, delta=delta)
-        yield typed("content_block_stop", index=index)
-    exact = {"token_ids": reply.tokens, **reply.exact}
-    yield typed("message_delta", delta=_stop(reply), usage={"output_tokens": len(reply.tokens)}, **exact)
-    yield typed("message_stop")
+    whole = answer(asked, reply)
+    exact = {name: whole.pop(name) for name in ("token_ids", *reply.exact)}
+    end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    begun = {**whole, "content": [], "usage": {**whole["usage"], "output_tokens": 0}} | dict.fromkeys(end)
+    yield one("message_start", message=begun)
+    arguments = [call.arguments for call in reply.calls]
+    for index, block in enumerate(whole["content"]):
+        key = "input" if block["type"] == "tool_use" else block["type"]
+        empty, delta = "", {"type": f"{key}_delta", key: block[key]}
+        if key == "input":
+            empty, delta = {}, {"type": "input_json_delta", "partial_json": arguments.pop(0)}
+        yield one("content_block_start", index=index, content_block={**block, key: empty})
+        yield one("content_block_delta", index=index, delta=delta)
+        yield one("content_block_stop", index=index)
+    yield one("message_delta", delta=end, usage=whole["usage"], **exact)
+    yield one("message_stop")
 
 
 def error(status: int, message: str, kind: str) -> dict[str, Any]:
-    return {
-        "type": "error",
-        "error": {"type": kind if kind in _ERRORS else "invalid_request_error", "message": message},
-    }
+    """Return an error's body as Anthropic's clients read it, with the type that they know for its status."""
+    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def failed(status: int, message: str, kind: str) -> bytes:
+    """Return an error as an event."""
     return event(error(status, message, kind), "error")

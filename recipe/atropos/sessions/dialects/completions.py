@@ -1,38 +1,80 @@
-"""OpenAI's completions of a text, or of token ids."""
+"""OpenAI's completions of a prompt that is used as it is."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from recipe.atropos.sessions.dialects.chat import KEEP_ALIVE, error, failed, usage
-from recipe.atropos.sessions.messages import Asked, Reply, RequestError, event, flag, refuse, sampling_of, token_ids
-
-__all__ = ["KEEP_ALIVE", "PATHS", "answer", "error", "events", "failed", "read"]
+from recipe.atropos.sessions.messages import (
+    COMMENT,
+    DONE,
+    Asked,
+    Reply,
+    RequestError,
+    event,
+    expect,
+    ids_of,
+    openai_error,
+    openai_failed,
+    refuse,
+    sampling_of,
+    token_logprobs,
+    typed,
+    usage_of,
+)
 
 PATHS = ("/v1/completions",)
-_TOKENS = 16  # of a reply, where a request does not say
+KEEP_ALIVE = COMMENT
+error, failed = openai_error, openai_failed
 
 
 def read(body: dict[str, Any]) -> Asked:
-    refuse(body, ("echo", "suffix", "logit_bias", "logprobs"))
-    for name in ("n", "best_of"):
-        if body.get(name) not in (None, 1):
-            raise RequestError(f"{name}={body[name]!r}: a session answers with one choice; ask several times")
+    """Return what a request asks; ``logprobs`` is 0 at most, which gives those of the sampled tokens.
+
+    Raises:
+        RequestError: it cannot be answered.
+    """
+    refuse(body, ("echo", "suffix", "prompt_logprobs", "prompt_embeds"))
+    if body.get("response_format"):
+        typed(body["response_format"], "response_format", "text")
+    if body.get("logprobs") not in (None, 0):
+        raise RequestError(f"logprobs is {body['logprobs']!r:.80}; give 0, for those of the sampled tokens only")
     prompt = body.get("prompt")
-    if not isinstance(prompt, str):
-        prompt = token_ids(prompt, "prompt")
-    sampling = {"max_new_tokens": _TOKENS, **sampling_of(body)}
-    return Asked(prompt=prompt, sampling=sampling, stream=flag(body, "stream"), body=body)
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        [prompt] = prompt
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        raise RequestError(f"prompt holds {len(prompt)} prompts; a session answers one prompt in a request")
+    if not prompt or not isinstance(prompt, str):
+        prompt = ids_of(prompt, "prompt")
+    expect(body.get("stream_options") or {}, dict, "stream_options")
+    return Asked(
+        prompt=prompt,
+        sampling={"max_new_tokens": 16, **sampling_of(body)},  # OpenAI's default
+        stream=expect(body.get("stream") or False, bool, "stream"),
+        body=body,
+    )
 
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
-    head = {"id": f"cmpl-{reply.id}", "object": "text_completion", "created": reply.created, "model": reply.model}
-    choice = {"index": 0, "text": reply.content, "finish_reason": reply.finish, "logprobs": None}
-    return {**head, "choices": [choice | {"token_ids": reply.tokens}], "usage": usage(reply), **reply.exact}
+    """Return a ``Completion`` with the exact tokens."""
+    logprobs = None
+    if type(asked.body.get("logprobs")) is int:
+        logprobs = {"tokens": [one["token"] for one in token_logprobs(reply)], "token_logprobs": reply.logprobs}
+    choice = {"index": 0, "text": reply.content, "logprobs": logprobs, "finish_reason": reply.finish}
+    return {
+        "id": f"cmpl-{reply.id}",
+        "object": "text_completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": [{**choice, "token_ids": reply.tokens}],
+        "usage": usage_of(reply),
+        **reply.exact,
+    }
 
 
 def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
+    """Yield the whole answer as one chunk, then its usage, if it was asked for."""
     whole = answer(asked, reply)
-    if not (asked.body.get("stream_options") or {}).get("include_usage"):
-        del whole["usage"]
+    usage = whole.pop("usage")
     yield event(whole)
-    yield event("[DONE]")
+    if (asked.body.get("stream_options") or {}).get("include_usage"):
+        yield event({**whole, "choices": [], "usage": usage})
+    yield DONE

@@ -1,33 +1,56 @@
-"""Token ids in, token ids out: the endpoint by which ``renderers`` and verifiers sample."""
+"""vLLM's /inference/v1/generate, from ids to ids: the ``renderers`` package calls it, so verifiers and prime-rl do."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from recipe.atropos.sessions.dialects.chat import KEEP_ALIVE, error, failed, token_logprobs
-from recipe.atropos.sessions.messages import Asked, Reply, RequestError, event, refuse, sampling_of, token_ids
-
-__all__ = ["KEEP_ALIVE", "PATHS", "answer", "error", "events", "failed", "read"]
+from recipe.atropos.sessions.messages import (
+    COMMENT,
+    DONE,
+    Asked,
+    Reply,
+    RequestError,
+    event,
+    expect,
+    ids_of,
+    openai_error,
+    openai_failed,
+    refuse,
+    sampling_of,
+    token_logprobs,
+    usage_of,
+)
 
 PATHS = ("/inference/v1/generate",)
+KEEP_ALIVE = COMMENT
+error, failed = openai_error, openai_failed
 
 
 def read(body: dict[str, Any]) -> Asked:
-    refuse(body, ("stream", "features", "kv_transfer_params"))
-    given = body.get("sampling_params") or {}
-    if not isinstance(given, dict):
-        raise RequestError(f"sampling_params is {given!r}; give a mapping")
-    refuse(given, ("logit_bias", "structured_outputs", "allowed_token_ids", "bad_words", "prompt_logprobs"))
-    if given.get("n") not in (None, 1):
-        raise RequestError(f"sampling_params.n={given['n']!r}: a session answers with one reply; ask several times")
-    return Asked(prompt=token_ids(body.get("token_ids"), "token_ids"), sampling=sampling_of(given), body=body)
+    """Return what a request asks; ``logprobs`` may be 1, but no other token's than the sampled one's are known.
+
+    Raises:
+        RequestError: it cannot be answered.
+    """
+    refuse(body, ("features", "content_parts"))
+    params = expect(body.get("sampling_params") or {}, dict, "sampling_params")
+    refuse(params, ("prompt_logprobs",))
+    if params.get("logprobs") not in (None, 0, 1):
+        raise RequestError(f"logprobs is {params['logprobs']!r:.80}; give 1, for those of the sampled tokens")
+    return Asked(
+        prompt=ids_of(body.get("token_ids"), "token_ids"),
+        sampling=sampling_of(params),
+        stream=expect(body.get("stream") or False, bool, "stream"),
+        body=body,
+    )
 
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
-    logprobs = {"content": token_logprobs(reply)}
-    choice = {"index": 0, "token_ids": reply.tokens, "logprobs": logprobs, "finish_reason": reply.finish}
+    """Return vLLM's answer; its logprobs are always there, since that client needs them."""
+    choice = {"index": 0, "token_ids": reply.tokens, "logprobs": {"content": token_logprobs(reply)}}
     return {
         "request_id": reply.id,
-        "choices": [choice],
+        "choices": [{**choice, "finish_reason": reply.finish}],
+        "usage": usage_of(reply),
         "prompt_logprobs": None,
         "kv_transfer_params": None,
         **reply.exact,
@@ -35,4 +58,6 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
 
 
 def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
+    """Yield the whole answer as one event."""
     yield event(answer(asked, reply))
+    yield DONE
