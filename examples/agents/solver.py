@@ -1,4 +1,4 @@
-"""Solve the word problem in $ATROPOS_ITEM with one call, and print how well: a program that knows nothing of training."""
+"""Solve the word problem in $ATROPOS_ITEM with one call, and print how well; it knows nothing of training."""
 
 import json
 import os
