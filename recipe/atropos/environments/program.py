@@ -39,7 +39,7 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.sessions.client import Opened, SessionClient
+from recipe.atropos.sessions.client import Opened, SessionClient, scored_group
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -169,20 +169,10 @@ class ProgramEnv(ItemsEnv):
         state = await self._sessions.end(opened.id, end=cause)
         raise SessionFailed(state["end"])
 
-    async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup | None:
-        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
-        overrides: dict[str, list] = {"trajectory": [], "sessions": []}
-        for number, outcome in enumerate(outcomes):
-            rows = await self._sessions.rows(outcome.session.id)
-            size = len(rows["tokens"])
-            for name, values in rows.items():
-                (group if name in group else overrides).setdefault(name, []).extend(values)
-            group["scores"] += [outcome.reward] * size
-            overrides["trajectory"] += [number] * size
-            overrides["sessions"] += [outcome.session.id] * size
-        rows_and_name = {"group_size": len(group["tokens"]), "env_name": self.config.wandb_name or self.name}
-        group["group_overrides"] = overrides | rows_and_name
-        return group
+    async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup:
+        rows = [await self._sessions.rows(outcome.session.id) for outcome in outcomes]
+        found = [(one.session.id, one.reward, each) for one, each in zip(outcomes, rows, strict=True)]
+        return ScoredDataGroup(**scored_group(found, self.config.wandb_name or self.name))
 
     # ------------------------------------------------------------------ programs
 

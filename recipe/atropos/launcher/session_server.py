@@ -9,14 +9,14 @@ import aiohttp
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.utils.hosts import reachable
-from recipe.atropos.utils.process import free_port, wait_until_healthy
+from recipe.atropos.utils.process import Service, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import reserve
 
 _START_SECONDS = 120.0  # for the tokenizer to load
 
 
-def start_sessions(run: Run, inference: Inference) -> None:
+def start_sessions(run: Run, inference: Inference, api: Service) -> None:
     """Start the session server, without waiting for it, if something uses it."""
     config, wanted = run.config.inference, run.config.sessions.enabled
     if not (any(spec.program for spec in run.plan.specs.values()) if wanted is None else wanted):
@@ -25,19 +25,20 @@ def start_sessions(run: Run, inference: Inference) -> None:
     run.sessions_url = f"http://{reachable(config.host)}:{port}"
     run.reserved["sessions"] = reserve(config.host, port, "sessions.port")
     key = {API_KEY_VARIABLE: run.environments_key}
-    start = partial(run.start, "sessions", session_command(run, inference), url=run.sessions_url, **key)
+    start = partial(run.start, "sessions", session_command(run, inference, api.url), url=run.sessions_url, **key)
     run.restart_policies["sessions"] = RestartPolicy(
         start, config.max_restarts, kind="sessions", recovers=lambda status: status < 0
     )
     start()
 
 
-def session_command(run: Run, inference: Inference) -> list[str]:
+def session_command(run: Run, inference: Inference, api_url: str) -> list[str]:
     sessions, model = run.config.sessions, run.config.actor_rollout_ref.model.path
     options = {
         "host": run.config.inference.host,
         "port": urlsplit(run.sessions_url).port,
         "gateway": inference.gateway,
+        "api": api_url,
         "tokenizer": model,
         "model": model,
         "data": run.files.sessions,

@@ -13,6 +13,7 @@ from recipe.atropos.errors import AtroposError
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, state BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session TEXT, number INTEGER, request BLOB, delivered INTEGER, record BLOB, crc INTEGER,
     PRIMARY KEY (session, number)
@@ -52,6 +53,16 @@ class Store:
     def session(self, session: str) -> bytes | None:
         found = self._database.execute("SELECT state FROM sessions WHERE id = ?", (session,)).fetchone()
         return found and found[0]
+
+    def put_group(self, group: str, state: bytes) -> None:
+        """Store a group that is not posted yet."""
+        self._database.execute("INSERT OR REPLACE INTO groups VALUES (?, ?)", (group, state))
+
+    def remove_group(self, group: str) -> None:
+        self._database.execute("DELETE FROM groups WHERE id = ?", (group,))
+
+    def groups(self) -> list[bytes]:
+        return [state for (state,) in self._database.execute("SELECT state FROM groups ORDER BY id")]
 
     def add_turn(self, session: str, number: int, request: bytes, record: bytes) -> None:
         row = (session, number, request, record, zlib.crc32(record))
