@@ -353,7 +353,7 @@ def _require_trajectories(overrides: Mapping[str, Any], scores: Sequence[float])
             if values[at] != values[i]:
                 raise RefusedGroup(
                     Reason.MALFORMED,
-                    f"trajectory {number} has {name} {str(values[at])[:20]} and {str(values[i])[:20]}; give its rows one",
+                    f"trajectory {number} has {name} {str(values[at])[:20]} and {str(values[i])[:20]}; give all one",
                 )
 
 

@@ -204,8 +204,8 @@ def _check_size(service: Service, group: Parsed) -> None:
     if service.queue.exact and group.sequences > sequences:
         raise RefusedGroup(
             Reason.DOES_NOT_FILL_BATCH,
-            f"{group.sequences} sequences are rows of {sequences} trajectories: a trainer that does not ask for batches "
-            "by number takes every sequence for a trajectory; post one row of each",
+            f"{group.sequences} sequences are rows of {sequences} trajectories: a trainer that does not ask for "
+            "batches by number takes every sequence for a trajectory; post one row of each",
         )
     if service.queue.takes(sequences):
         return
