@@ -108,13 +108,15 @@ def require_defined(config: DictConfig) -> None:
     """
     correction, actor = config.algorithm.rollout_correction, config.actor_rollout_ref.actor
     mode = actor.policy_loss.loss_mode
-    by_token = actor.loss_agg_mode == "seq-mean-token-mean"
     actor_key = "actor_rollout_ref.actor"
     aggregated = f"{actor_key}.policy_loss.loss_mode={mode} with {actor_key}.loss_agg_mode={actor.loss_agg_mode}"
     for refused, key, instead in (
         (mode == "gspo", f"{actor_key}.policy_loss.loss_mode=gspo", "vanilla, whose ratio is a token's"),
-        (by_token and mode in ("clip_cov", "kl_cov", "bypass_mode"), aggregated, "token-mean"),
-        (not by_token and mode == "sapo", aggregated, "seq-mean-token-mean"),
+        (
+            actor.loss_agg_mode == "seq-mean-token-mean" and mode in ("clip_cov", "kl_cov", "bypass_mode"),
+            aggregated,
+            "token-mean",
+        ),
         (
             actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
             f"{actor_key}.loss_scale_factor=null",

@@ -195,7 +195,6 @@ def test_estimators_along_tokens_are_refused_by_name(name):
             "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov",
             "loss_mode=kl_cov with .*seq-mean-token-mean .*choose token-mean",
         ),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "loss_mode=sapo with .*choose seq-mean-token-mean"),
         (
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm "
             "actor_rollout_ref.actor.loss_scale_factor=null",
@@ -208,7 +207,7 @@ def test_estimators_along_tokens_are_refused_by_name(name):
             "rollout_rs=seq_mean_k1 .*choose a bound on tokens",
         ),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_losses_over_whole_sequences_are_refused_by_name(options, words):
     with pytest.raises(ConfigurationError, match=words):

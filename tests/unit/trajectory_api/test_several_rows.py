@@ -1,14 +1,18 @@
 """Trajectories of several rows: what a group's size is, everywhere that the Trajectory API counts one."""
 
+import sqlite3
+from contextlib import closing
+
 import orjson
 import pytest
 
 from helpers.trajectory_service import begin, in_service, join, registration
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
-from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, records, status, wire
 from recipe.atropos.trajectory_api.endpoints import RequestRefused
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
+from recipe.atropos.trajectory_api.store import DATABASE
 
 
 def a_group(numbers, scores=None, **overrides):
@@ -82,6 +86,20 @@ def test_batches_count_trajectories_and_split_none(tmp_path):
         assert status.diagnose(service)["queue"]["sequences"] == 2
 
     in_service(tmp_path, test)
+
+
+def test_exports_and_imports_keep_trajectories(tmp_path):
+    group = a_group([3, 4, 3])
+    exported, store = tmp_path / "batches.jsonl", tmp_path / "store"
+    exported.write_bytes(orjson.dumps({"number": 1, "batch": [group]}))
+    records.import_(store, exported)
+    [found] = records.read(store, 1)
+    assert found.field("group_overrides") == {"trajectory": [3, 4, 3]} and found.trajectories == 2
+    records.export(store, tmp_path / "again.jsonl")
+    [again] = orjson.loads((tmp_path / "again.jsonl").read_bytes())["batch"]
+    assert {key: again[key] for key in group} == group
+    with closing(sqlite3.connect(store / DATABASE)) as connection:
+        assert connection.execute("SELECT sequences, tokens FROM groups").fetchall() == [(2, 6)]
 
 
 def test_a_stock_trainer_gets_no_trajectory_of_several_rows(tmp_path):
