@@ -36,7 +36,7 @@ def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str
         group["scores"] += [reward] * size
         overrides["trajectory"] += [number] * size
         overrides["sessions"] += [session] * size
-    group["group_overrides"] = overrides | {"group_size": len(group["tokens"]), "env_name": env}
+    group["group_overrides"] = overrides | {"group_size": len(outcomes), "env_name": env}
     return group
 
 
