@@ -25,3 +25,15 @@ async def hangs(item, base_url, api_key):
 
 def score(item, output):
     return float(len(output.split()))
+
+
+async def compacts(item, base_url, api_key):
+    """An agent that shortens its history, so that its session has two rows."""
+    client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key)
+    messages = [{"role": "user", "content": item["question"]}]
+    for turn in range(3):
+        reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+        said = reply.choices[0].message.content or ""
+        more = [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": item["question"]}]
+        messages = [{"role": "user", "content": f"In short: {said}"}] if turn == 1 else messages + more
+    return float(len(said) % 3)

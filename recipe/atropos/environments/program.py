@@ -65,7 +65,7 @@ class ProgramEnvConfig(ItemsEnvConfig):
     time_limit: float = Field(600.0, gt=0, description="Seconds that a session may take")
     max_turns: int | None = Field(None, ge=1, description="Replies of a session")
     max_tokens: int | None = Field(None, ge=1, description="Sampled tokens of a session")
-    parallel: int = Field(64, ge=1, description="Sessions that run at once")
+    parallel: int | None = Field(None, ge=1, description="Sessions at once; by default 64, of a command 4 for each core")
 
 
 class SessionFailed(Exception):
@@ -116,7 +116,8 @@ class ProgramEnv(ItemsEnv):
             raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
         await self._sessions.__aenter__()
-        self._slots = asyncio.Semaphore(self.config.parallel)
+        default = 64 if self.config.agent else 4 * (os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(self.config.parallel or default)
 
     # ------------------------------------------------------------------ groups
 
