@@ -39,7 +39,7 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.sessions.client import Opened, SessionClient, scored_group
+from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -61,11 +61,16 @@ class ProgramEnvConfig(ItemsEnvConfig):
     score: str | None = Field(None, description="MODULE:function(item, output) -> reward, for a command")
     items: str | None = Field(None, description="A .jsonl file of training items, or a data set's folder or hub name")
     held_out: str | None = Field(None, description="The same for evaluation; by default a fifth of the items")
-    sessions_url: str | None = Field(None, description="The session server; the launcher gives it")
+    sessions_url: str | None = Field(
+        default_factory=lambda: os.environ.get(SESSIONS_VARIABLE),
+        description="The session server; by default that of $ATROPOS_SESSIONS_URL, which the launcher sets",
+    )
     time_limit: float = Field(600.0, gt=0, description="Seconds that a session may take")
     max_turns: int | None = Field(None, ge=1, description="Replies of a session")
     max_tokens: int | None = Field(None, ge=1, description="Sampled tokens of a session")
-    parallel: int | None = Field(None, ge=1, description="Sessions at once; by default 64, of a command 4 for each core")
+    parallel: int | None = Field(
+        None, ge=1, description="Sessions at once; by default 64, of a command 4 for each core"
+    )
 
 
 class SessionFailed(Exception):

@@ -10,6 +10,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.sockets import OwnServers
 
+SESSIONS_VARIABLE = "ATROPOS_SESSIONS_URL"  # the session server's address, which the launcher sets for environments
 _RETRY_SECONDS = 0.5
 
 
