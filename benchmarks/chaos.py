@@ -1,6 +1,6 @@
 """Kill the processes of a run at random moments: ``python benchmarks/chaos.py [--quick] [--seed N]``
 
-A run of two environments, word problems and a program of two turns (``AGENT``), is trained while its Trajectory API,
+A run of two environments, word problems and a program of two turns, is trained while its Trajectory API,
 trainer, gateway, SGLang server, session server and environments, a program, and one of the two guardians of a random
 one of them, are killed (SIGKILL), in random order: each while something starts, in the middle of steps, of pushes and
 of saves, and while batches have nothing to train on, because the environments say that their groups are older than
@@ -17,7 +17,6 @@ of saves, and while batches have nothing to train on, because the environments s
 
 import argparse
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +49,7 @@ EMPTY = "empty"  # moment in which batches have nothing to train on, and file be
 MOMENTS = ("start", "step", *METHODS, EMPTY)
 GUARDIAN = "guardian"  # of a random service
 AGENT = "agent"  # a program of a session
+PROGRAM = str(Path(__file__).parents[1] / "examples/agents/persistent.py")
 KILLED = (*SERVICES, AGENT, GUARDIAN)
 OF_SESSIONS = ("environment-program", "sessions", AGENT)
 LONGEST_START = 20.0  # s after the last kill; a trainer or server takes about as long to start
@@ -85,7 +84,7 @@ class StaleGSM8kEnv(GSM8kEnv):
 
 
 class StaleProgramEnv(ProgramEnv):
-    """``AGENT`` as an environment, likewise."""
+    """A program of two turns as an environment, likewise."""
 
     name = "program"
 
@@ -96,35 +95,12 @@ class StaleProgramEnv(ProgramEnv):
         return group
 
 
-def agent() -> None:
-    """Ask twice, again for as long as there is no answer; the reward says what was answered."""
-    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    item = json.loads(os.environ["ATROPOS_ITEM"])
-    messages, ids = [{"role": "user", "content": item["question"]}], []
-    for _ in range(2):
-        body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 24}).encode()
-        while True:
-            request = urllib.request.Request(f"{url}/chat/completions", body, {"Authorization": f"Bearer {key}"})
-            try:
-                with urllib.request.urlopen(request, timeout=120) as answer:
-                    reply = json.loads(answer.read())
-                break
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                if getattr(error, "code", 500) < 500:
-                    raise
-                time.sleep(0.2)
-        ids.append(reply["id"])
-        content = reply["choices"][0]["message"]["content"]
-        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "Are you sure?"}]
-    print(json.dumps({"reward": float(item["answer"] in content), "metrics": {"turns": len(set(ids))}}))
-
-
 def launch(run: Path, steps: int) -> subprocess.Popen:
     args = load_config(["preset=demo"]).environment.args  # which the preset gives to its own environment alone
     items = run.parent / "items.jsonl"
     problems = [{"question": row["question"], "answer": gold_answer(row)} for row in generate("train", 500)]
     items.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    program = {"command": f"{sys.executable} {os.path.abspath(__file__)} --agent", "items": str(items)}
+    program = {"command": f"{sys.executable} {PROGRAM}", "items": str(items)}
     given = {"stale": args, "program": program | {"max_num_workers": 2, "parallel": 8}}
     options = [
         *OPTIONS,
@@ -175,7 +151,7 @@ def find_rank(launcher: subprocess.Popen) -> psutil.Process | None:
 def find_agent(launcher: subprocess.Popen) -> psutil.Process | None:
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if process.cmdline()[-1:] == ["--agent"]:
+            if process.cmdline()[-1:] == [PROGRAM]:
                 return process
     return None
 
@@ -284,9 +260,6 @@ def session_ledger(run: Path) -> dict[str, int]:
 
 
 def main() -> int:
-    if sys.argv[1:] == ["--agent"]:
-        agent()
-        return 0
     from recipe.atropos.commands.replay import replay  # imports torch, which the environment does without
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
