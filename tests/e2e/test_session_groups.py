@@ -76,7 +76,7 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
     assert [group["scores"] for group in found] == [[0.0, 1.0]] * 3
 
 
-def test_session_groups_of_programs_that_never_end_give_back_their_ticket(sessions, api):
+def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
     opened(sessions, limits={"seconds": 0.2})
     deadline = time.monotonic() + 30
     while (found := api.get("/diagnose"))["queue"]["open_tickets"]:
