@@ -38,7 +38,7 @@ from pydantic import Field
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -73,7 +73,7 @@ class ProgramEnvConfig(ItemsEnvConfig):
     )
 
 
-class SessionFailed(Exception):
+class SessionFailed(AtroposError):
     """A session without a reward; the message is the cause under which it is counted."""
 
 
@@ -221,12 +221,22 @@ class ProgramEnv(ItemsEnv):
     # ------------------------------------------------------------------ evaluation
 
     async def eval_item(self, item: Item) -> dict[str, Any]:
-        """Run one session, greedily. A program that fails counts as failed, not as wrong: it raises SessionFailed."""
-        outcome = await self._run(item, SamplingParams(temperature=0.0).request())
+        """Run one session, greedily; without a score if it fails each time, which is not the same as a bad one."""
+        outcome = await self._session(item, SamplingParams(temperature=0.0).request(), uuid.uuid4().hex, 0)
+        if outcome is None:
+            return {"item": item}
         return {"item": item, "score": outcome.reward, "session": outcome.session.id, "turns": outcome.state["turns"]}
 
     def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        return {"eval/reward": sum(sample["score"] for sample in samples) / len(samples)}
+        """Return the mean reward of the sessions that ended with one.
+
+        Raises:
+            SessionFailed: none did.
+        """
+        scores = [sample["score"] for sample in samples if "score" in sample]
+        if not scores:
+            raise SessionFailed(f"all {len(samples)} sessions of the evaluation failed: {self.report}")
+        return {"eval/reward": sum(scores) / len(scores), "eval/failed": len(samples) - len(scores)}
 
 
 def read_reward(result: Any) -> tuple[float, dict[str, float]]:

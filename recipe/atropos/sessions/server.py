@@ -33,6 +33,7 @@ import orjson
 from aiohttp import hdrs, web
 from transformers import AutoTokenizer
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
 from recipe.atropos.sessions.dialects import DIALECTS, anthropic
@@ -205,6 +206,7 @@ class SessionServer:
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
         result = msgspec.structs.asdict(ended) | {"end": end}
         session.finish(**result)
+        session.cancel()
         answer = msgspec.to_builtins(session.state) | session.summary()
         if self._groups is not None and (again := self._groups.ended(session)) is not None:
             answer["again"] = self._access(request, again)
@@ -258,8 +260,13 @@ class SessionServer:
                 raise
             exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
             self._tasks.add(exchange.task)
-            exchange.task.add_done_callback(self._tasks.discard)
+            exchange.task.add_done_callback(self._sampled)
         return exchange
+
+    def _sampled(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AtroposError):
+            logger.error("a request failed", exc_info=error)  # its client may have left
 
     async def _sample(self, session: Session, asked: Asked, digest: bytes, exchange: Exchange) -> None:
         try:
@@ -279,7 +286,8 @@ class SessionServer:
 
     async def _reply(self, session: Session, exchange: Exchange) -> Any:
         if exchange.number is None:
-            await asyncio.shield(exchange.task)
+            await asyncio.wait([exchange.task])
+            exchange.raise_failure()
         return session.recorded(exchange.number)
 
     async def _stream(
@@ -292,7 +300,7 @@ class SessionServer:
             while exchange.number is None:
                 await asyncio.wait([exchange.task], timeout=_KEEP_ALIVE)
                 if exchange.task.done():
-                    exchange.task.result()
+                    exchange.raise_failure()
                 else:
                     await response.write(dialect.KEEP_ALIVE)
             for event in dialect.events(asked, session.recorded(exchange.number)):

@@ -88,6 +88,12 @@ class Exchange:
     open: int = 0
     delivered: bool = False
 
+    def raise_failure(self) -> None:
+        """Raise the error of a task that is done, if it failed; RequestError if it was canceled: the session ended."""
+        if self.task.cancelled():
+            raise RequestError("the session has ended", 403, "permission_error")
+        self.task.result()
+
 
 @dataclass(eq=False)
 class Session:
@@ -150,6 +156,12 @@ class Session:
         if self.state.end is None or (end == "reward" and self.state.reward is None):
             self.state = replace(self.state, end=end, **result)
             self.save()
+
+    def cancel(self) -> None:
+        """End the requests that are sampled: their tokens would be in no row that was read."""
+        for exchange in [exchange for known in self.exchanges.values() for exchange in known]:
+            if exchange.task is not None:
+                exchange.task.cancel()
 
     @property
     def forks(self) -> Counter[str]:

@@ -308,3 +308,15 @@ def test_session_of_many_agents_at_once_is_a_tree(sessions):
     sessions.check(opened)
     summary = sessions.session(opened).summary()
     assert (summary["turns"], summary["forks"]) == (24, {}) and summary["rows"] >= 3
+
+
+def test_session_that_ends_answers_nothing_more(sessions):
+    """What is sampled while the reward comes would be in no row that was read."""
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    sessions.policy.delay = 1.0
+    connection = begun(sessions, opened, body)
+    time.sleep(0.2)
+    assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})[0] == 200
+    assert connection.getresponse().status == 403
+    time.sleep(1.0)
+    assert sessions.session(opened).summary()["turns"] == 0 and not sessions.policy.sampled
