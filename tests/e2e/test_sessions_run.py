@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +21,11 @@ def test_session_rows_of_one_trajectory_are_trained(tmp_path):
     items = tmp_path / "items.jsonl"
     items.write_text("".join(json.dumps({"question": f"{i} and 7?"}) + "\n" for i in range(20)))
     options = [f"environment.items={items}", "environment.agent=helpers.agents:compacts", "trainer.save_freq=-1"]
+    options += ["trainer.atropos.max_staleness=0"]
     options += ["environment.evaluate=false", "data.train_batch_size=2", "--preset", "demo", "--steps", "2"]
     command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, "--run-dir", str(tmp_path / "run")]
-    status, output = run_command("launcher", command, env={"WANDB_MODE": "offline"}, timeout=800)
+    variables = {"WANDB_MODE": "offline", "PYTHONPATH": str(Path(__file__).parents[1])}
+    status, output = run_command("launcher", command, env=variables, timeout=800)
     assert status == 0, output
     files = RunDir(tmp_path / "run")
     for line in read_metrics(files.path):
