@@ -1,4 +1,4 @@
-"""Solve the word problem in $ATROPOS_ITEM with one call, and print how well; it knows nothing of training."""
+"""Solve the word problem in $ATROPOS_ITEM with one call, by OpenAI's chat completions, and print how well."""
 
 import json
 import os

@@ -148,6 +148,8 @@ def test_session_programs_give_a_group_of_what_was_sampled(model_path, server, s
     with environment(model_path, server, sessions, monkeypatch, items, command=command) as env:
         group = collected(env)
     assert group["scores"] == [0.5] * 3
+    trained = sum(mask != -100 for masks in group["masks"] for mask in masks)
+    assert (env.report.counts["sessions/sampled"], env.report.counts["sessions/retries"]) == (trained, 0)
     overrides = group["group_overrides"]
     assert (overrides["trajectory"], overrides["group_size"]) == ([0, 1, 2], 3)
     assert overrides["sampling_params"] == [[{"temperature": 1.0}]] * 3

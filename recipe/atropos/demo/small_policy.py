@@ -75,6 +75,10 @@ class Recipe:
             for row in rows
         ]
 
+    def tokenizer(self, texts: list[str]) -> PreTrainedTokenizerFast:
+        """Return the policy's tokenizer, made for such texts."""
+        return make_tokenizer(texts, self.vocabulary)
+
     def accuracies(self, folder: Path) -> dict[str, float]:
         """Return the greedy accuracy of the policy in ``folder`` on held-out problems, by kind."""
         return {"word problems": greedy_accuracy(folder, generate("test", 256), boxes_the_answer)}
@@ -132,7 +136,7 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     chats = recipe.chats(seed, rng)
     texts = [message["content"] for chat in chats for message in chat]
     roles = {"system", "user", "assistant"} | {message["role"] for chat in chats for message in chat}
-    tokenizer = make_tokenizer([*texts[:4000], *(f"{role}\n" for role in sorted(roles))], recipe.vocabulary)
+    tokenizer = recipe.tokenizer([*texts[:4000], *(f"{role}\n" for role in sorted(roles))])
     examples = [_tokenize(tokenizer, chat) for chat in chats]
 
     threads = torch.get_num_threads()

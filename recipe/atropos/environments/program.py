@@ -133,6 +133,8 @@ class ProgramEnv(ItemsEnv):
         found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
         for outcome in found:
             self.report.observe("turns", outcome.state["turns"])
+            for name in ("sampled", "retries"):
+                self.report.count(f"sessions/{name}", outcome.state[name])
             for cause, n in outcome.state["forks"].items():
                 self.report.count(f"sessions/forks/{cause}", n)
         return await self._group(found) if found else None, []
