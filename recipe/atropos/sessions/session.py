@@ -63,8 +63,10 @@ class State:
 
 
 @dataclass
-class _Record:
-    """A turn as it is stored; ``reply`` without its prompt, which is that of the path."""
+class Record:
+    """A turn as it is stored; ``reply`` without its prompt, which is that of the path; ``messages`` are those before
+    it since its parent's reply.
+    """
 
     parent: int | None
     added: bytes
@@ -179,7 +181,7 @@ class Session:
             kind = "calls" if reply.calls else "assistant"
             said += identified([(digest(message), kind)], said[-1].key)
         history = sum(len(turn.said) for turn in parent.path()) if parent else 0
-        record = _Record(
+        record = Record(
             parent and parent.number,
             added.tobytes(),
             msgspec.structs.replace(reply, prompt=[]),
@@ -207,15 +209,18 @@ class Session:
 
     def recorded(self, number: int) -> Reply:
         """Return the reply of a turn, as it was."""
+        return msgspec.structs.replace(self.record(number).reply, prompt=self.tree.turns[number].prompt().tolist())
+
+    def record(self, number: int) -> Record:
+        """Return a turn as it is stored."""
         [(*_, data)] = self.store.turns(self.state.id, number)
-        return msgspec.structs.replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
+        return _decode(data)
 
     def history(self, turn: Turn) -> list[Message]:
         """Return the messages up to a turn's reply."""
         found: list[Message] = []
         for one in turn.path():
-            [(*_, data)] = self.store.turns(self.state.id, one.number)
-            record = _decode(data)
+            record = self.record(one.number)
             found += [*record.messages, record.reply.message()]
         return found
 
@@ -347,7 +352,7 @@ class Session:
             versions=spans,
         )
 
-    def _add(self, record: _Record, number: int) -> None:
+    def _add(self, record: Record, number: int) -> None:
         turn = Turn(
             number,
             record.reply.id,
@@ -365,4 +370,4 @@ class Session:
         self.tree.add(turn)
 
 
-_decode = msgspec.msgpack.Decoder(_Record).decode
+_decode = msgspec.msgpack.Decoder(Record).decode
