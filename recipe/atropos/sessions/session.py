@@ -77,6 +77,7 @@ class Record:
     text: str | None
     cause: str | None
     messages: list[Message]
+    tools: bool = False  # whether the request had some
 
 
 @dataclass(eq=False)
@@ -99,6 +100,7 @@ class Session:
     store: Store
     tree: Tree = field(default_factory=Tree)
     retries: int = 0
+    tools: bool = False  # whether a request had some
     exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
 
     @classmethod
@@ -191,6 +193,7 @@ class Session:
             asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
             cause,
             messages[history:],
+            bool(asked.tools),
         )
         number = len(self.tree.turns)
         self.store.add_turn(self.state.id, number, request, msgspec.msgpack.encode(record))
@@ -241,13 +244,17 @@ class Session:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return what happened: numbers of turns, sampled tokens, rows, calls of tools, retries, and forks by cause."""
+        """Return what happened: numbers of turns, sampled tokens, rows, turns that call tools, those that repeat the
+        calls of the turn before, retries, and forks by cause; and whether there were tools.
+        """
         turns = self.tree.turns
         return {
             "turns": len(turns),
             "sampled": self.sampled,
             "rows": sum(not turn.children for turn in turns),
+            "tools": self.tools,
             "tool_calls": sum(bool(turn.said) and turn.said[-1].kind == "calls" for turn in turns),
+            "repeats": sum(turn.repeats for turn in turns),
             "retries": self.retries,
             "forks": dict(self.forks),
         }
@@ -368,6 +375,7 @@ class Session:
             record.cause,
         )
         self.tree.add(turn)
+        self.tools |= record.tools
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode
