@@ -15,6 +15,21 @@ async def asks_twice(item, base_url, api_key):
     return {"reward": item["reward"], "metrics": {"asked": 2.0}}
 
 
+async def adds(item, base_url, api_key):
+    """An agent with a tool, of as many turns as its item says; the reward may be missing."""
+    client, messages = (
+        AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key),
+        [{"role": "user", "content": "12 and 7"}],
+    )
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    for _ in range(item["turns"]):
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
+        said = reply.choices[0].message
+        then = [{"role": "tool", "tool_call_id": call.id, "content": "19"} for call in said.tool_calls or ()]
+        messages += [said.model_dump(exclude_none=True), *(then or [{"role": "user", "content": "and"}])]
+    return item.get("reward")
+
+
 async def fails(item, base_url, api_key):
     raise RuntimeError("the agent's own fault")
 

@@ -1,24 +1,33 @@
 """Show one trajectory that a run trained on, token by token: ``verl-atropos inspect runs/NAME --step 3 --group 0``
 
 Each token is styled by mask, logprob and advantage. The run must have kept its batches (``api.retention=all``, the
-default).
+default). ``--sessions`` lists the newest sessions of a run's agents, ``--session ID`` shows one turn by turn.
 """
 
 import argparse
+import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.padding import Padding
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.errors import one_line_errors
+from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
+from recipe.atropos.utils.files import printable
+
+if TYPE_CHECKING:
+    from recipe.atropos.sessions.session import Session
 
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
+_SESSIONS = 20  # that are listed
+_LINES, _CHARACTERS, _ITEM = 6, 600, 60  # of a text, and characters of an item
 
 
 def style_of(token: dict[str, Any], largest: float) -> Style:
@@ -80,6 +89,69 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
         console.print(token_table(tokens, ["logprob", "advantage"], lambda token: style_of(token, largest)))
 
 
+# ---------------------------------------------------------------- sessions
+
+
+def list_sessions(files: RunDir, console: Console) -> None:
+    """Print the newest sessions, a line for each."""
+    from recipe.atropos.report.session_view import newest_sessions
+
+    grid = Table("session", "environment", "item", "turns", "tokens", "rows", "end", "forks")
+    for session in newest_sessions(files, _SESSIONS):
+        state, seen = session.state, session.summary()
+        values = (state.id, state.env, _item(session), seen["turns"], seen["sampled"], seen["rows"], _end(session))
+        grid.add_row(*(Text(printable(str(value))) for value in (*values, _forks(session))))
+    console.print(grid)
+
+
+def show_session(files: RunDir, identifier: str, console: Console) -> None:
+    """Print a session turn by turn, what several turns continue indented. Raises ConfigurationError: there is none."""
+    from recipe.atropos.report.session_view import open_sessions, turns_of
+    from recipe.atropos.sessions.session import Session
+
+    session = Session.load(open_sessions(files), identifier)
+    if session is None:
+        raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
+    state, seen = session.state, session.summary()
+    what = f"session {state.id} of {state.env}, item {_item(session)}\n{_end(session)}; {seen['turns']} turns, "
+    what += f"{seen['sampled']} tokens sampled, {seen['rows']} rows; forks: {_forks(session) or 'none'}"
+    console.print(Text(printable(what)))
+    for turn in turns_of(session):
+        after = "" if turn["parent"] is None else f" after {turn['parent']}"
+        begins = f", begins anew: {turn['begins']}" if turn["begins"] and turn["number"] else ""
+        versions = "unknown" if turn["versions"] is None else " to ".join(map(str, dict.fromkeys(turn["versions"])))
+        title = f"turn {turn['number']}{after}{begins} ({turn['tokens']} tokens, weights {versions}, row {turn['row']})"
+        lines = [Text(title, "bold")]
+        lines += [_said(who, text, "") for who, text in turn["added"]]
+        lines += [
+            _said(who, text, "italic bright_black" if who == "thinking" else "green") for who, text in turn["reply"]
+        ]
+        console.print(Padding(Text("\n").join(lines), (1, 0, 0, 4 * turn["level"])))
+
+
+def _said(who: str, text: str, style: str) -> Text:
+    """Return who says a text, and its first lines."""
+    from recipe.atropos.report.samples import shortened
+
+    lines = printable(text).strip().splitlines()
+    kept = shortened("\n".join(lines[:_LINES]), _CHARACTERS).replace("\n", "\n      ")
+    more = f" [... {len(lines) - _LINES} more lines]" if len(lines) > _LINES else ""
+    return Text.assemble(f"  {printable(who)}: ", (kept, style), more)
+
+
+def _item(session: "Session") -> str:
+    return msgspec.json.encode(session.state.item).decode()[:_ITEM]
+
+
+def _end(session: "Session") -> str:
+    state = session.state
+    return f"reward {state.reward:g}" if state.reward is not None else state.end or "running"
+
+
+def _forks(session: "Session") -> str:
+    return ", ".join(f"{cause} {n}" for cause, n in session.forks.items())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="verl-atropos inspect", description="Print one trajectory of a step.")
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
@@ -87,7 +159,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=0, help="its place in the batch")
     parser.add_argument("--sequence", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="also one line per token")
+    parser.add_argument(
+        "--sessions", action="store_true", help=f"list the newest {_SESSIONS} sessions of agents instead"
+    )
+    parser.add_argument("--session", metavar="ID", help="or print one of them, turn by turn")
     given = parser.parse_args(argv)
-    with one_line_errors(OmegaConfBaseException, OSError):
-        show(find_run(given.run), given.step, given.group, given.sequence, given.table, Console(highlight=False))
+    console = Console(highlight=False)
+    with one_line_errors(OmegaConfBaseException, OSError, sqlite3.Error):
+        files = find_run(given.run)
+        if given.sessions:
+            list_sessions(files, console)
+        elif given.session is not None:
+            show_session(files, given.session, console)
+        else:
+            show(files, given.step, given.group, given.sequence, given.table, console)
     return 0

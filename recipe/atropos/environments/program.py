@@ -46,6 +46,7 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 logger = logging.getLogger(__name__)
 
 _TRIES = 2  # of a session
+_REPEATS = 2  # of calls at least, and in half of the turns: a session that makes the same call again and again
 _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
 _HELD_OUT = 0.2  # of the items, if no others are given
@@ -74,7 +75,11 @@ class ProgramEnvConfig(ItemsEnvConfig):
 
 
 class SessionFailed(AtroposError):
-    """A session without a reward; the message is the cause under which it is counted."""
+    """A session without a reward; the message is the cause under which it is counted, ``state`` as in ``Outcome``."""
+
+    def __init__(self, cause: str, state: dict[str, Any] | None = None):
+        super().__init__(cause)
+        self.state = state
 
 
 class Outcome(NamedTuple):
@@ -131,23 +136,32 @@ class ProgramEnv(ItemsEnv):
         group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
         tries = [self._session(item, sampling, group, seq) for seq in range(self.config.group_size)]
         found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
-        for outcome in found:
-            self.report.observe("turns", outcome.state["turns"])
-            for name in ("sampled", "retries"):
-                self.report.count(f"sessions/{name}", outcome.state[name])
-            for cause, n in outcome.state["forks"].items():
-                self.report.count(f"sessions/forks/{cause}", n)
         return await self._group(found) if found else None, []
 
     async def _session(self, item: Item, sampling: dict[str, Any], group: str, seq: int) -> Outcome | None:
         """Return a session's outcome, None if it failed each time."""
         for _ in range(_TRIES):
             try:
-                return await self._run(item, sampling, group=group, seq=seq)
+                outcome = await self._run(item, sampling, group=group, seq=seq)
             except SessionFailed as failed:
                 self.report.count(f"sessions/failed/{failed}")
+                self._count(failed.state)
+            else:
+                self._count(outcome.state)
+                return outcome
         self.report.count("sessions/left_out")
         return None
+
+    def _count(self, state: dict[str, Any]) -> None:
+        """Count a session that ended, with its reward or without, and what happened in it."""
+        turns, forks = state["turns"], {f"forks/{cause}": n for cause, n in state["forks"].items()}
+        self.report.observe("turns", turns)
+        happened = {name: state[name] for name in ("turns", "sampled", "tool_calls", "retries")} | forks
+        of_tools = {"with_tools": state["tools"], "with_calls": state["tools"] and state["tool_calls"] > 0}
+        repeats = {"with_repeats": state["repeats"] >= max(_REPEATS, turns / 2)}
+        for name, n in ({"ended": 1} | happened | of_tools | repeats).items():
+            if n:
+                self.report.count(f"sessions/{name}", int(n))
 
     async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> Outcome:
         config = self.config
@@ -169,13 +183,13 @@ class ProgramEnv(ItemsEnv):
                 await self._fail(opened, str(error) if isinstance(error, SessionFailed) else type(error).__name__)
         state = await self._sessions.end(opened.id, reward=reward, metrics=metrics)
         if not state["turns"]:
-            raise SessionFailed("no_turn")
+            raise SessionFailed("no_turn", state)
         return Outcome(opened, reward, state)
 
     async def _fail(self, opened: Opened, cause: str) -> None:
         """End a session without a reward. Raises SessionFailed with the limit that it reached, else with ``cause``."""
         state = await self._sessions.end(opened.id, end=cause)
-        raise SessionFailed(state["end"])
+        raise SessionFailed(state["end"], state)
 
     async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup:
         rows = [await self._sessions.rows(outcome.session.id) for outcome in outcomes]
