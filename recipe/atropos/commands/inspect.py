@@ -109,14 +109,16 @@ def show_session(files: RunDir, identifier: str, console: Console) -> None:
     from recipe.atropos.report.session_view import open_sessions, turns_of
     from recipe.atropos.sessions.session import Session
 
-    session = Session.load(open_sessions(files), identifier)
-    if session is None:
-        raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
+    with open_sessions(files) as store:
+        session = Session.load(store, identifier)
+        if session is None:
+            raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
+        turns = list(turns_of(session))
     state, seen = session.state, session.summary()
     what = f"session {state.id} of {state.env}, item {_item(session)}\n{_end(session)}; {seen['turns']} turns, "
     what += f"{seen['sampled']} tokens sampled, {seen['rows']} rows; forks: {_forks(session) or 'none'}"
     console.print(Text(printable(what)))
-    for turn in turns_of(session):
+    for turn in turns:
         after = "" if turn["parent"] is None else f" after {turn['parent']}"
         begins = f", begins anew: {turn['begins']}" if turn["begins"] and turn["number"] else ""
         versions = "unknown" if turn["versions"] is None else " to ".join(map(str, dict.fromkeys(turn["versions"])))

@@ -29,6 +29,10 @@ TOKENS = 24_000  # in all
 TOKENS_OF_A_ROW = 2_000
 ITEMS = 24
 _ANSWERS = 12  # of an item
+SESSIONS = 256  # that are looked at, for the newest of each environment
+TURNS = 24  # of a session
+PARTS = 8  # of what a turn adds, as many of its reply
+_ITEM = 400  # characters of a session's item
 _LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos report RUN writes this page with them."
 
 
@@ -114,6 +118,44 @@ def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tup
     except Exception as error:
         logger.debug("no tokens", exc_info=True)
         return {}, f"Tokens are not shown: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def sessions(history: History) -> tuple[list[dict[str, Any]], str]:
+    """Return the session of each environment that was opened last, of those that have ended, and why there are none,
+    or ''. Each is ``{"id", "environment", "item", "end", "left_out", "turns"}``, turns as in ``session_view``.
+
+    Whatever is the matter with the file, the page is written.
+    """
+    if not history.run.sessions.exists():
+        return [], ""
+    try:
+        # imported here: what reads and writes chats takes seconds
+        from recipe.atropos.report.session_view import newest_sessions, turns_of
+
+        found = []
+        for session in newest_sessions(history.run, SESSIONS, of_each=True):
+            state, turns = session.state, list(turns_of(session))
+            for turn in turns[:TURNS]:
+                turn |= {key: _short_parts(turn[key]) for key in ("added", "reply")}
+            about = {
+                "id": state.id,
+                "environment": state.env,
+                "item": shortened(json.dumps(state.item, ensure_ascii=False), _ITEM),
+            }
+            end = state.end if state.reward is None else f"reward {state.reward:g}"
+            found.append(about | {"end": end, "left_out": len(turns[TURNS:]), "turns": turns[:TURNS]})
+        return found, ""
+    except Exception as error:
+        logger.debug("no sessions", exc_info=True)
+        return [], f"Sessions are not shown: {error}"
+
+
+def _short_parts(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    left = [("left out", f"{len(parts) - PARTS} before")] if len(parts) > PARTS else []
+    return left + [(who, shortened(text, CHARACTERS // 3)) for who, text in parts[-PARTS:]]
 
 
 # ---------------------------------------------------------------- items

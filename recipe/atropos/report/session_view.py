@@ -1,6 +1,7 @@
 """A run's sessions as turns: what each added, what the policy answered, and which row trains it; see ``sessions``."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import msgspec
@@ -16,19 +17,24 @@ Part = tuple[str, str]
 """Who says it (a role, "thinking", "call", "result of TOOL"), and the text."""
 
 
-def open_sessions(files: RunDir) -> Store:
-    """Return a run's sessions to read, also while its server runs. Raises ConfigurationError if it has none."""
+@contextmanager
+def open_sessions(files: RunDir) -> Iterator[Store]:
+    """Yield a run's sessions to read, also while its server runs. Raises ConfigurationError if it has none."""
     if not files.sessions.exists():
         raise ConfigurationError(f"{files.path} has no sessions: no program sampled there (sessions.enabled)")
-    return Store(files.sessions, read_only=True)
+    with closing(Store(files.sessions, read_only=True)) as store:
+        yield store
 
 
-def newest_sessions(files: RunDir, limit: int) -> Iterator[Session]:
-    """Yield the sessions that were opened last, the newest first. Raises as ``open_sessions``."""
-    store = open_sessions(files)
-    for data in store.newest(limit):
-        if (session := Session.load(store, msgspec.json.decode(data, type=State).id)) is not None:
-            yield session
+def newest_sessions(files: RunDir, limit: int, of_each: bool = False) -> Iterator[Session]:
+    """Yield the ``limit`` sessions that were opened last, the newest first. ``of_each``: of these, the newest of each
+    environment that has ended. Each can be read until the next is asked for. Raises as ``open_sessions``.
+    """
+    with open_sessions(files) as store:
+        states = [msgspec.json.decode(data, type=State) for data in store.newest(limit)]
+        if of_each:
+            states = list({state.env: state for state in reversed(states) if state.end is not None}.values())
+        yield from filter(None, (Session.load(store, state.id) for state in states))
 
 
 def turns_of(session: Session) -> Iterator[dict[str, Any]]:
