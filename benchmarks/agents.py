@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 TRAINING, HELD_OUT = 2048, 100  # items
 POINTS, SECONDS = 20.0, 600.0
+LEARNING_RATE = 1e-4  # of few steps
 QUICK = ("openai chat", "openai chat, tool")
 
 # --------------------------------------------------------------------- the policy that calls a tool
@@ -115,8 +116,8 @@ class Program:
     installed: tuple[str, ...] = ()
     tool: bool = True
     wrong: float = 0.0
-    groups: int = 16
-    steps: int = 40
+    groups: int = 8
+    steps: int = 30
     items: Callable[[Split, int, Path], list[dict[str, Any]]] = word_problems
 
     @property
@@ -129,10 +130,10 @@ class Program:
 
 
 PROGRAMS = {
-    "openai chat": Program("solver.py", ("openai",), tool=False, wrong=-1.0, groups=8, steps=30),
-    "openai chat, tool": Program("tools_chat.py", ("openai",), groups=8, steps=30),
-    "openai responses, tool": Program("tools_responses.py", ("openai",), groups=8, steps=30),
-    "anthropic messages, tool": Program("tools_messages.py", ("anthropic",), groups=8, steps=30),
+    "openai chat": Program("solver.py", ("openai",), tool=False, wrong=-1.0, groups=4),
+    "openai chat, tool": Program("tools_chat.py", ("openai",), groups=4),
+    "openai responses, tool": Program("tools_responses.py", ("openai",), groups=4),
+    "anthropic messages, tool": Program("tools_messages.py", ("anthropic",), groups=4),
     "openai-agents, tool": Program("openai_agents:solve", ("openai-agents", "openai"), ("openai-agents==0.24.0",)),
     "pydantic-ai, tool": Program(
         "pydantic_ai_agent:solve", ("pydantic-ai-slim", "openai"), ("pydantic-ai-slim[openai]==2.62.0",)
@@ -190,6 +191,7 @@ def train(program: Program, folder: Path, steps: int, held_out: int, groups: int
         policy = ensure_small_policy(recipe=ToolRecipe())
         options += [f"actor_rollout_ref.model.path={policy}", "sessions.tool_parser=qwen3"]
     options += [f"environment.args.eval_size={held_out}", f"data.train_batch_size={groups}", "trainer.save_freq=-1"]
+    options.append(f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}")
     command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "demo", "--steps", str(steps)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
     started = time.monotonic()
