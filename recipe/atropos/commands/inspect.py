@@ -7,9 +7,8 @@ default). ``--sessions`` lists the newest sessions of a run's agents, ``--sessio
 import argparse
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.padding import Padding
@@ -17,17 +16,14 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 from recipe.atropos.utils.files import printable
 
-if TYPE_CHECKING:
-    from recipe.atropos.sessions.session import Session
-
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 _SESSIONS = 20  # that are listed
-_LINES, _CHARACTERS, _ITEM = 6, 600, 60  # of a text, and characters of an item
+_LINES, _CHARACTERS = 6, 600  # of a text of a session
 
 
 def style_of(token: dict[str, Any], largest: float) -> Style:
@@ -94,64 +90,38 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
 
 def list_sessions(files: RunDir, console: Console) -> None:
     """Print the newest sessions, a line for each."""
-    from recipe.atropos.report.session_view import newest_sessions
+    from recipe.atropos.report.session_view import about, read_sessions
 
     grid = Table("session", "environment", "item", "turns", "tokens", "rows", "end", "forks")
-    for session in newest_sessions(files, _SESSIONS):
-        state, seen = session.state, session.summary()
-        values = (state.id, state.env, _item(session), seen["turns"], seen["sampled"], seen["rows"], _end(session))
-        grid.add_row(*(Text(printable(str(value))) for value in (*values, _forks(session))))
+    for session in read_sessions(files, _SESSIONS):
+        grid.add_row(*(Text(printable(str(value))) for value in about(session).values()))
     console.print(grid)
 
 
 def show_session(files: RunDir, identifier: str, console: Console) -> None:
-    """Print a session turn by turn, what several turns continue indented. Raises ConfigurationError: there is none."""
-    from recipe.atropos.report.session_view import open_sessions, turns_of
-    from recipe.atropos.sessions.session import Session
+    """Print a session turn by turn, indented where several turns continue one."""
+    from recipe.atropos.report.session_view import about, read_sessions, turns_of
 
-    with open_sessions(files) as store:
-        session = Session.load(store, identifier)
-        if session is None:
-            raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
-        turns = list(turns_of(session))
-    state, seen = session.state, session.summary()
-    what = f"session {state.id} of {state.env}, item {_item(session)}\n{_end(session)}; {seen['turns']} turns, "
-    what += f"{seen['sampled']} tokens sampled, {seen['rows']} rows; forks: {_forks(session) or 'none'}"
-    console.print(Text(printable(what)))
-    for turn in turns:
-        after = "" if turn["parent"] is None else f" after {turn['parent']}"
-        begins = f", begins anew: {turn['begins']}" if turn["begins"] and turn["number"] else ""
-        versions = "unknown" if turn["versions"] is None else " to ".join(map(str, dict.fromkeys(turn["versions"])))
-        title = f"turn {turn['number']}{after}{begins} ({turn['tokens']} tokens, weights {versions}, row {turn['row']})"
-        lines = [Text(title, "bold")]
-        lines += [_said(who, text, "") for who, text in turn["added"]]
-        lines += [
-            _said(who, text, "italic bright_black" if who == "thinking" else "green") for who, text in turn["reply"]
-        ]
-        console.print(Padding(Text("\n").join(lines), (1, 0, 0, 4 * turn["level"])))
+    for session in read_sessions(files, identifier=identifier):
+        console.print(Text(printable(", ".join(f"{name} {value}" for name, value in about(session).items()))))
+        for turn in turns_of(session):
+            place = f" after {turn['parent']}" if not turn["begins"] else f", begins anew: {turn['begins']}"
+            weights = " to ".join(str(version) for version in dict.fromkeys(turn["versions"] or ["unknown"]))
+            title = f"turn {turn['number']}{place if turn['number'] else ''} ({turn['tokens']} tokens, "
+            lines = [
+                Text(f"{title}weights {weights}, row {turn['row']})", "bold"),
+                *(_said(who, text, "") for who, text in turn["added"]),
+                *(_said(who, text, "bright_black" if who == "thinking" else "green") for who, text in turn["reply"]),
+            ]
+            console.print(Padding(Text("\n").join(lines), (1, 0, 0, 4 * turn["level"])))
 
 
 def _said(who: str, text: str, style: str) -> Text:
     """Return who says a text, and its first lines."""
-    from recipe.atropos.report.samples import shortened
-
-    lines = printable(text).strip().splitlines()
-    kept = shortened("\n".join(lines[:_LINES]), _CHARACTERS).replace("\n", "\n      ")
-    more = f" [... {len(lines) - _LINES} more lines]" if len(lines) > _LINES else ""
-    return Text.assemble(f"  {printable(who)}: ", (kept, style), more)
-
-
-def _item(session: "Session") -> str:
-    return msgspec.json.encode(session.state.item).decode()[:_ITEM]
-
-
-def _end(session: "Session") -> str:
-    state = session.state
-    return f"reward {state.reward:g}" if state.reward is not None else state.end or "running"
-
-
-def _forks(session: "Session") -> str:
-    return ", ".join(f"{cause} {n}" for cause, n in session.forks.items())
+    text = printable(text).strip()
+    kept = "\n".join(text.splitlines()[:_LINES])[:_CHARACTERS]
+    more = f" [... {len(text) - len(kept):,} more characters]" if len(kept) < len(text) else ""
+    return Text.assemble(f"  {printable(who)}: ", (kept.replace("\n", "\n      "), style), more)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

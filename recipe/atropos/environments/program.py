@@ -154,14 +154,15 @@ class ProgramEnv(ItemsEnv):
 
     def _count(self, state: dict[str, Any]) -> None:
         """Count a session that ended, with its reward or without, and what happened in it."""
-        turns, forks = state["turns"], {f"forks/{cause}": n for cause, n in state["forks"].items()}
-        self.report.observe("turns", turns)
-        happened = {name: state[name] for name in ("turns", "sampled", "tool_calls", "retries")} | forks
-        of_tools = {"with_tools": state["tools"], "with_calls": state["tools"] and state["tool_calls"] > 0}
-        repeats = {"with_repeats": state["repeats"] >= max(_REPEATS, turns / 2)}
-        for name, n in ({"ended": 1} | happened | of_tools | repeats).items():
-            if n:
-                self.report.count(f"sessions/{name}", int(n))
+        self.report.observe("turns", state["turns"])
+        happened = {name: state[name] for name in ("turns", "sampled", "tool_calls", "retries")} | {
+            "ended": 1,
+            "with_tools": state["tools"],
+            "with_calls": state["tools"] and state["tool_calls"] > 0,
+            "with_repeats": state["repeats"] >= max(_REPEATS, state["turns"] / 2),
+            **{f"forks/{cause}": n for cause, n in state["forks"].items()},
+        }
+        self.report.counts.update({f"sessions/{name}": int(n) for name, n in happened.items() if n})
 
     async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> Outcome:
         config = self.config

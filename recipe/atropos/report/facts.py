@@ -110,14 +110,13 @@ def sessions(history: History) -> list[list[Any]]:
     """Return, for each environment with sessions, its name and the numbers of those that ended, that failed by cause,
     and that were left out, of forks by cause, retries, and turns with calls, and the turns per session.
     """
-    totals = {name: history.session_totals(name) for name in history.reports}
     return [
         [
             *(name, n["ended"], _by_cause(n, "failed/"), n["left_out"], _by_cause(n, "forks/"), n["retries"]),
             *(n["tool_calls"], n["turns"] / n["ended"]),
         ]
-        for name, n in totals.items()
-        if n["ended"]
+        for name in history.reports
+        if (n := history.session_totals(name))["ended"]
     ]
 
 

@@ -94,10 +94,8 @@ class History:
 
     def session_totals(self, name: str) -> Counter[str]:
         """Return the counts of an environment's sessions over all its processes, by name."""
-        found: Counter[str] = Counter()
-        for _, added in _added(self.reports[name]):
-            found.update({key.removeprefix("sessions/"): n for key, n in added.items() if key.startswith("sessions/")})
-        return found
+        totals = sum((Counter(added) for _, added in _added(self.reports[name])), Counter())
+        return Counter({key.removeprefix("sessions/"): n for key, n in totals.items() if key.startswith("sessions/")})
 
 
 def read_history(folder: str | Path) -> History:

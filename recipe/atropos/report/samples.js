@@ -118,9 +118,11 @@ function sessionTurn(turn) {
     turn.added.map(say("prompt")), turn.reply.map(say("reply")));
 }
 
-function sessionCard({ id, environment, item, end, left_out, turns }) {
-  return el("details", { class: "item" }, el("summary", {}, el("b", {}, environment), " ", el("span", { class: "badge" }, end), ` ${turns.length + left_out} turns, session ${id}`),
-    el("p", { class: "about" }, `item ${item}`), turns.map(sessionTurn), left_out > 0 && el("p", { class: "about" }, `${left_out} more turns: python -m recipe.atropos inspect RUN --session ${id}`));
+function sessionCard({ session, environment, item, end, turns: all, turns_shown: turns }) {
+  const left = all - turns.length;
+  return el("details", { class: "item" }, el("summary", {}, el("b", {}, environment), " ", el("span", { class: "badge" }, end), ` ${all} turns, session ${session}`),
+    el("p", { class: "about" }, `item ${item}`), turns.map(sessionTurn),
+    left > 0 && el("p", { class: "about" }, `${left} more turns: python -m recipe.atropos inspect RUN --session ${session}`));
 }
 
 function itemList(items) {

@@ -32,7 +32,6 @@ _ANSWERS = 12  # of an item
 SESSIONS = 256  # that are looked at, for the newest of each environment
 TURNS = 24  # of a session
 PARTS = 8  # of what a turn adds, as many of its reply
-_ITEM = 400  # characters of a session's item
 _LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos report RUN writes this page with them."
 
 
@@ -125,37 +124,33 @@ def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tup
 
 def sessions(history: History) -> tuple[list[dict[str, Any]], str]:
     """Return the session of each environment that was opened last, of those that have ended, and why there are none,
-    or ''. Each is ``{"id", "environment", "item", "end", "left_out", "turns"}``, turns as in ``session_view``.
+    or ''. Each is what ``session_view`` says about it, with its first turns as ``turns_shown``.
 
     Whatever is the matter with the file, the page is written.
     """
     if not history.run.sessions.exists():
         return [], ""
+    found: dict[str, dict[str, Any]] = {}
     try:
         # imported here: what reads and writes chats takes seconds
-        from recipe.atropos.report.session_view import newest_sessions, turns_of
+        from recipe.atropos.report.session_view import about, read_sessions, turns_of
 
-        found = []
-        for session in newest_sessions(history.run, SESSIONS, of_each=True):
-            state, turns = session.state, list(turns_of(session))
-            for turn in turns[:TURNS]:
-                turn |= {key: _short_parts(turn[key]) for key in ("added", "reply")}
-            about = {
-                "id": state.id,
-                "environment": state.env,
-                "item": shortened(json.dumps(state.item, ensure_ascii=False), _ITEM),
-            }
-            end = state.end if state.reward is None else f"reward {state.reward:g}"
-            found.append(about | {"end": end, "left_out": len(turns[TURNS:]), "turns": turns[:TURNS]})
-        return found, ""
+        for session in read_sessions(history.run, SESSIONS):
+            if session.state.end is not None and session.state.env not in found:
+                turns = [turn | _short(turn) for turn in itertools.islice(turns_of(session), TURNS)]
+                found[session.state.env] = about(session) | {"turns_shown": turns}
     except Exception as error:
-        logger.debug("no sessions", exc_info=True)
         return [], f"Sessions are not shown: {error}"
+    return [*found.values()], ""
 
 
-def _short_parts(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    left = [("left out", f"{len(parts) - PARTS} before")] if len(parts) > PARTS else []
-    return left + [(who, shortened(text, CHARACTERS // 3)) for who, text in parts[-PARTS:]]
+def _short(turn: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return what a turn added, and its reply: the last parts, shortened."""
+    return {
+        name: [("left out", f"{len(turn[name]) - PARTS} before")] * (len(turn[name]) > PARTS)
+        + [(who, shortened(text, CHARACTERS // 3)) for who, text in turn[name][-PARTS:]]
+        for name in ("added", "reply")
+    }
 
 
 # ---------------------------------------------------------------- items

@@ -1,7 +1,7 @@
 """A run's sessions as turns: what each added, what the policy answered, and which row trains it; see ``sessions``."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -9,32 +9,42 @@ import msgspec
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.sessions.messages import Message
-from recipe.atropos.sessions.session import Session, State
+from recipe.atropos.sessions.session import Session
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.sessions.tree import Turn
 
-Part = tuple[str, str]
-"""Who says it (a role, "thinking", "call", "result of TOOL"), and the text."""
+Part = tuple[str, str]  # who says it (a role, "thinking", "call", "result of TOOL"), and the text
+_ITEM = 80  # characters of an item
 
 
-@contextmanager
-def open_sessions(files: RunDir) -> Iterator[Store]:
-    """Yield a run's sessions to read, also while its server runs. Raises ConfigurationError if it has none."""
+def read_sessions(files: RunDir, limit: int = 1, identifier: str | None = None) -> Iterator[Session]:
+    """Yield the session of an id, or the ``limit`` that were opened last, newest first; also while their server runs.
+
+    Each can be read until the next is asked for.
+
+    Raises:
+        ConfigurationError: the run has none, or none of this id.
+    """
     if not files.sessions.exists():
         raise ConfigurationError(f"{files.path} has no sessions: no program sampled there (sessions.enabled)")
     with closing(Store(files.sessions, read_only=True)) as store:
-        yield store
+        if identifier is not None and store.session(identifier) is None:
+            raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
+        found = [identifier] if identifier is not None else store.newest(limit)
+        yield from filter(None, (Session.load(store, each) for each in found))
 
 
-def newest_sessions(files: RunDir, limit: int, of_each: bool = False) -> Iterator[Session]:
-    """Yield the ``limit`` sessions that were opened last, the newest first. ``of_each``: of these, the newest of each
-    environment that has ended. Each can be read until the next is asked for. Raises as ``open_sessions``.
-    """
-    with open_sessions(files) as store:
-        states = [msgspec.json.decode(data, type=State) for data in store.newest(limit)]
-        if of_each:
-            states = list({state.env: state for state in reversed(states) if state.end is not None}.values())
-        yield from filter(None, (Session.load(store, state.id) for state in states))
+def about(session: Session) -> dict[str, Any]:
+    """Return what a session is, in a few words and numbers."""
+    state, seen = session.state, session.summary()
+    return {
+        "session": state.id,
+        "environment": state.env,
+        "item": msgspec.json.encode(state.item).decode()[:_ITEM],
+        **{"turns": seen["turns"], "tokens": seen["sampled"], "rows": seen["rows"]},
+        "end": state.end or "running" if state.reward is None else f"reward {state.reward:g}",
+        "forks": ", ".join(f"{cause} {n}" for cause, n in session.forks.items()) or "none",
+    }
 
 
 def turns_of(session: Session) -> Iterator[dict[str, Any]]:
@@ -45,8 +55,7 @@ def turns_of(session: Session) -> Iterator[dict[str, Any]]:
     sampled by the weights ``versions``; ``row`` is the leaf that trains it; ``added`` and ``reply`` are parts.
     """
     rows = {turn.number: row for row, leaf in enumerate(session.tree.leaves()) for turn in leaf.turns}
-    roots = [turn for turn in session.tree.turns if turn.parent is None]
-    waiting = [(turn, 0) for turn in reversed(roots)]
+    waiting = [(turn, 0) for turn in reversed(session.tree.turns) if turn.parent is None]
     while waiting:
         turn, level = waiting.pop()
         waiting += [(child, level + (len(turn.children) > 1)) for child in reversed(turn.children)]
@@ -67,9 +76,9 @@ def turns_of(session: Session) -> Iterator[dict[str, Any]]:
 
 def _parts(message: Message) -> list[Part]:
     name = f"result of {message['name']}" if message["role"] == "tool" and "name" in message else message["role"]
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [("thinking", message.get("reasoning_content") or ""), (name, message.get("content") or "")]
-    return [part for part in said if part[1]] + [("call", f"{call['name']}({call['arguments']})") for call in calls]
+    said += [("call", "{name}({arguments})".format(**each["function"])) for each in message.get("tool_calls") or ()]
+    return [part for part in said if part[1]]
 
 
 def _prompt(turn: Turn, reply: Message) -> Sequence[Part]:
@@ -77,6 +86,6 @@ def _prompt(turn: Turn, reply: Message) -> Sequence[Part]:
     if turn.text is None:
         return [("prompt", f"{len(turn.added)} token ids")]
     added = turn.text.removeprefix(turn.parent.text or "" if turn.parent else "")
-    replied = reply["content"]  # there with what ended it, which the turn's text lacks
-    end = next(n for n in range(len(replied), -1, -1) if added.endswith(replied[:n]))
+    # the reply may have what ended it, which the turn's text lacks
+    end = next(n for n in range(len(reply["content"]), -1, -1) if added.endswith(reply["content"][:n]))
     return [("prompt", added[: len(added) - end])]

@@ -68,10 +68,10 @@ class Store:
     def groups(self) -> list[bytes]:
         return [state for (state,) in self._database.execute("SELECT state FROM groups ORDER BY id")]
 
-    def newest(self, limit: int) -> list[bytes]:
-        """Return the states of the sessions that were opened last, the newest first."""
-        query = "SELECT state FROM sessions ORDER BY number DESC LIMIT ?"
-        return [state for (state,) in self._database.execute(query, (limit,))]
+    def newest(self, limit: int) -> list[str]:
+        """Return the ids of the sessions that were opened last, the newest first."""
+        query = "SELECT id FROM sessions ORDER BY number DESC LIMIT ?"
+        return [session for (session,) in self._database.execute(query, (limit,))]
 
     def add_turn(self, session: str, number: int, request: bytes, record: bytes) -> None:
         row = (session, number, request, record, zlib.crc32(record))

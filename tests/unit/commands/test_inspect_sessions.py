@@ -47,13 +47,13 @@ def test_inspect_shows_a_session_turn_by_turn(files, capsys):
     first, second, third = (len(tokens) for _, tokens, _ in sessions.policy.sampled)
     said = ["  thinking: so", "  assistant: sum", '  call: add({"a":1,"b":2})']
     assert lines == [
-        f'session {opened["id"]} of sums, item {{"question":"12 and 7"}}',
-        f"running; 3 turns, {first + second + third} tokens sampled, 2 rows; forks: message_edited 1",
+        f'session {opened["id"]}, environment sums, item {{"question":"12 and 7"}}, turns 3, '
+        f"tokens {first + second + third}, rows 2, end running, forks message_edited 1",
         "",
         f"turn 0 ({first} tokens, weights 3 to 4, row 0)",
         "  user: the sum of",
         *["      12"] * 4,
-        "      12 [... 15 more lines]",
+        "      12 [... 45 more characters]",
         *said,
         "",
         f"turn 1 after 0 ({second} tokens, weights 3 to 4, row 0)",
@@ -81,7 +81,7 @@ def test_inspect_indents_what_several_turns_continue(files, capsys):
         body = {"input_ids": tokenizer.encode("12 and"), "sampling_params": {}}
         sessions.call("POST", "/generate", body, opened["api_key"])
         lines = shown(files, capsys, "--session", opened["id"])
-    told = [line for line in lines[2:] if "assistant" not in line and line]
+    told = [line for line in lines[1:] if "assistant" not in line and line]
     assert [line.partition(" (")[0] for line in told] == [
         *("turn 0", "  prompt: 12"),
         *("    turn 1 after 0", "      prompt: <|im_end|> 7"),
@@ -109,9 +109,9 @@ def test_inspect_lists_the_newest_sessions(files, capsys):
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in listed if "│" in line]
     sampled = str(sum(len(tokens) for _, tokens, _ in sessions.policy.sampled))
     assert rows[:3] == [
-        [opened[21]["id"], "sums", '{"question":21}', "0", "0", "0", "seconds", ""],
+        [opened[21]["id"], "sums", '{"question":21}', "0", "0", "0", "seconds", "none"],
         [opened[20]["id"], "sums", '{"question":20}', "3", sampled, "2", "reward 0.5", "message_edited 1"],
-        [opened[19]["id"], "sums", '{"question":19}', "0", "0", "0", "running", ""],
+        [opened[19]["id"], "sums", '{"question":19}', "0", "0", "0", "running", "none"],
     ]
     assert len(rows) == 20
 

@@ -44,20 +44,15 @@ def test_report_has_the_newest_session_of_each_environment(tmp_path, monkeypatch
             sessions.call("POST", f"/sessions/{one['id']}/reward", end)
         history = read_history(tmp_path)
         found = describe(history, tokens=False)["sessions"]
-    assert found["note"] == "" and [one["id"] for one in found["newest"]] == [one["id"] for one in opened[1:3]]
+    assert found["note"] == "" and [one["session"] for one in found["newest"]] == [opened[2]["id"], opened[1]["id"]]
     assert not list(tmp_path.glob("*-wal")), "nothing is left open"
-    a, b = found["newest"]
-    assert b == {
-        "id": opened[2]["id"],
-        "environment": "b",
-        "item": '{"q": "b"}',
-        "end": "seconds",
-        "left_out": 0,
-        "turns": [],
-    }
-    assert (a["end"], a["left_out"], [turn["parent"] for turn in a["turns"]]) == ("reward 0.5", 1, [None, 0])
-    assert a["turns"][0]["added"] == [("left out", "2 before"), *[("user", "7")] * 8]
-    assert a["turns"][0]["reply"] == [("thinking", "so"), ("assistant", "the")]
-    assert len(samples._short_parts([("user", "12 " * 2000)])[0][1]) <= samples.CHARACTERS // 3
+    b, a = found["newest"]
+    about = {"session": opened[2]["id"], "environment": "b", "item": '{"q":"b"}', "end": "seconds", "forks": "none"}
+    assert b == about | {"turns": 0, "tokens": 0, "rows": 0, "turns_shown": []}
+    assert (a["end"], a["turns"], [turn["parent"] for turn in a["turns_shown"]]) == ("reward 0.5", 3, [None, 0])
+    assert a["turns_shown"][0]["added"] == [("left out", "2 before"), *[("user", "7")] * 8]
+    assert a["turns_shown"][0]["reply"] == [("thinking", "so"), ("assistant", "the")]
+    long = {"added": [("user", "12 " * 2000)], "reply": []}
+    assert len(samples._short(long)["added"][0][1]) <= samples.CHARACTERS // 3
     files.sessions.write_bytes(b"no database" * 100)
     assert "Sessions are not shown: file is not a database" in page([history], tokens=False)

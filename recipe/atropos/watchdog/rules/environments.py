@@ -132,9 +132,11 @@ def _environment(history: History, environment: EnvironmentHistory, now: float) 
         return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)
-    if found is None or (found.alarm == "equal_scores" and history.limits.distills):
-        return
-    if found.alarm not in _OF_AGENT or next(agent_finding(environment), None) is None:
+    if (
+        found is not None
+        and not (found.alarm == "equal_scores" and history.limits.distills)
+        and not (found.alarm in _OF_AGENT and agent_finding(environment))
+    ):
         yield _broken_policy_first(history, found)
 
 

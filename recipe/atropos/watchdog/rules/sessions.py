@@ -47,26 +47,23 @@ _SEE = "see what it does: python -m recipe.atropos inspect RUN --sessions, and -
 )
 def agent_findings(history: History, now: float) -> Iterator[Finding]:
     """Yield at most one finding of each environment."""
-    for environment in history.environments.values():
-        yield from agent_finding(environment)
+    yield from filter(None, map(agent_finding, history.environments.values()))
 
 
-def agent_finding(environment: EnvironmentHistory) -> Iterator[Finding]:
-    """Yield what is wrong with an environment's agent, if its recent sessions show it."""
-    if not environment.recent:
-        return
-    since, step, counts = environment.recent[0]
+def agent_finding(environment: EnvironmentHistory) -> Finding | None:
+    """Return what is wrong with an environment's agent, if its recent sessions show it."""
+    since, step, counts = environment.recent[0] if environment.recent else (0.0, None, environment.counts)
     new = environment.counts - counts
-    ended, with_tools = new["session:ended"], new["session:with_tools"]
-    turns, tokens, seconds = (new[f"session:failed/{limit}"] for limit in ("turns", "tokens", "seconds"))
-    repeats, most = new["session:with_repeats"], max(_SESSIONS, ended) * _MOST
-    if seconds >= most:
-        text = f"{seconds} of the last {ended} sessions reached their limit of seconds"
-        yield Finding("agent_does_not_end", text, since, step, environment.name)
-    elif max(turns + tokens, repeats) >= most:
-        text = f"of the last {ended} sessions {turns} reached their limit of turns, {tokens} that of tokens; "
-        text += f"{repeats} repeated the same tool call"
-        yield Finding("agent_loops", text, since, step, environment.name)
-    elif with_tools >= _SESSIONS and not new["session:with_calls"]:
-        text = f"none of the last {with_tools} sessions with tools called one"
-        yield Finding("agent_calls_no_tool", text, since, step, environment.name)
+    ended, with_tools, repeats = (new[f"session:{name}"] for name in ("ended", "with_tools", "with_repeats"))
+    seconds, turns, tokens = (new[f"session:failed/{limit}"] for limit in ("seconds", "turns", "tokens"))
+    looped = f"of the last {ended} sessions {turns} reached their limit of turns, {tokens} that of tokens; "
+    most = max(_SESSIONS, ended) * _MOST
+    seen = {
+        "agent_does_not_end": seconds >= most and f"{seconds} of the last {ended} sessions reached their time limit",
+        "agent_loops": max(turns + tokens, repeats) >= most and f"{looped}{repeats} repeated the same tool call",
+        "agent_calls_no_tool": with_tools >= _SESSIONS
+        and not new["session:with_calls"]
+        and f"none of the last {with_tools} sessions with tools called one",
+    }
+    found = ((name, text) for name, text in seen.items() if text)
+    return next((Finding(name, text, since, step, environment.name) for name, text in found), None)
