@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
-TRAINING, HELD_OUT = 2048, 100  # items
+TRAINING, HELD_OUT = 512, 100  # items
 POINTS, SECONDS = 20.0, 600.0
-LEARNING_RATE = 1e-4  # of few steps
+STEPS, GROUPS, LEARNING_RATE = 12, 4, 3e-4  # few sessions: a command takes a second to import its client's package
 QUICK = ("openai chat", "openai chat, tool")
 
 # --------------------------------------------------------------------- the policy that calls a tool
@@ -108,7 +108,7 @@ class Program:
     """A program of ``examples/agents``: ``file``, which is run for each session, or ``MODULE:function``.
 
     ``packages`` are shown with their versions; ``installed`` are installed, in an environment of their own. ``wrong``
-    is the reward of a wrong answer, that of a right one is 1. A step trains ``groups`` of 8 sessions.
+    is the reward of a wrong answer, that of a right one is 1.
     """
 
     target: str
@@ -116,8 +116,6 @@ class Program:
     installed: tuple[str, ...] = ()
     tool: bool = True
     wrong: float = 0.0
-    groups: int = 8
-    steps: int = 30
     items: Callable[[Split, int, Path], list[dict[str, Any]]] = word_problems
 
     @property
@@ -130,10 +128,10 @@ class Program:
 
 
 PROGRAMS = {
-    "openai chat": Program("solver.py", ("openai",), tool=False, wrong=-1.0, groups=4),
-    "openai chat, tool": Program("tools_chat.py", ("openai",), groups=4),
-    "openai responses, tool": Program("tools_responses.py", ("openai",), groups=4),
-    "anthropic messages, tool": Program("tools_messages.py", ("anthropic",), groups=4),
+    "openai chat": Program("solver.py", ("openai",), tool=False, wrong=-1.0),
+    "openai chat, tool": Program("tools_chat.py", ("openai",)),
+    "openai responses, tool": Program("tools_responses.py", ("openai",)),
+    "anthropic messages, tool": Program("tools_messages.py", ("anthropic",)),
     "openai-agents, tool": Program("openai_agents:solve", ("openai-agents", "openai"), ("openai-agents==0.24.0",)),
     "pydantic-ai, tool": Program(
         "pydantic_ai_agent:solve", ("pydantic-ai-slim", "openai"), ("pydantic-ai-slim[openai]==2.62.0",)
@@ -172,7 +170,7 @@ def versions(python: Path, packages: Sequence[str]) -> str:
 # --------------------------------------------------------------------- a run
 
 
-def train(program: Program, folder: Path, steps: int, held_out: int, groups: int) -> float:
+def train(program: Program, folder: Path, steps: int, held_out: int) -> float:
     """Train a program with the launcher, in ``folder``; return the seconds that it took, with evaluations."""
     folder.mkdir(parents=True, exist_ok=True)
     splits = {"items": ("train", TRAINING), "args.held_out": ("test", held_out)}
@@ -190,7 +188,7 @@ def train(program: Program, folder: Path, steps: int, held_out: int, groups: int
     if program.tool:
         policy = ensure_small_policy(recipe=ToolRecipe())
         options += [f"actor_rollout_ref.model.path={policy}", "sessions.tool_parser=qwen3"]
-    options += [f"environment.args.eval_size={held_out}", f"data.train_batch_size={groups}", "trainer.save_freq=-1"]
+    options += [f"environment.args.eval_size={held_out}", f"data.train_batch_size={GROUPS}", "trainer.save_freq=-1"]
     options.append(f"actor_rollout_ref.actor.optim.lr={LEARNING_RATE}")
     command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "demo", "--steps", str(steps)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
@@ -240,6 +238,7 @@ def main() -> int:
     small = arguments.quick or arguments.smoke
     names = [arguments.only] if arguments.only else QUICK if small else list(PROGRAMS)
     names = names[:1] if arguments.smoke else names
+    steps, held_out = (1 if arguments.smoke else 3, 16) if small else (STEPS, HELD_OUT)
     widths = f"{'program':<26}{'packages':<34}{'before':>8}{'after':>8}{'turns':>7}{'trained':>9}{'sampled':>9}"
     print(f"{widths}{'retries':>9}{'seconds':>9}  forks; failed sessions", flush=True)
     figures: dict[str, float] = {}
@@ -248,8 +247,7 @@ def main() -> int:
         for name in names:
             program = PROGRAMS[name]
             folder = (arguments.runs or Path(temporary)) / re.sub(r"\W+", "-", name)
-            steps, held_out, groups = (3, 16, 4) if small else (program.steps, HELD_OUT, program.groups)
-            seconds = train(program, folder, 1 if arguments.smoke else steps, held_out, groups)
+            seconds = train(program, folder, steps, held_out)
             found = measured(program, folder)
             shown = versions(interpreter(program.installed), program.packages)
             print(
