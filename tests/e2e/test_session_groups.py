@@ -1,5 +1,6 @@
 """Groups of programs that nobody here starts: a ticket, sessions, one post, whatever is killed."""
 
+import contextlib
 import time
 
 import openai
@@ -83,3 +84,28 @@ def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
     assert found["counts"]["released/no_group"] == 1
+
+
+def test_session_groups_take_a_reward_after_a_limit(sessions, api):
+    """A program that reaches a limit gives its reward later than the next look; meanwhile it was to be repeated."""
+    group = opened(sessions, limits={"turns": 1}, size=2)
+    for session in group:
+        client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
+        for content in ("sum", "again"):
+            with contextlib.suppress(openai.PermissionDeniedError):
+                client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+    time.sleep(2.0)
+    for number, session in enumerate(group):
+        assert "again" not in ended(sessions, session, ask=False, reward=float(number))
+    deadline = time.monotonic() + 20
+    while sessions.server._groups._groups:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert api.get("/diagnose")["counts"].get("released/no_group", 0) == 0
+
+
+def test_session_groups_say_again_what_repeats_a_session(sessions, api):
+    """The answer to the end may be lost."""
+    [first] = opened(sessions, size=1)
+    answers = [ended(sessions, first, ask=False, end="crashed")["again"] for _ in range(2)]
+    assert answers[0] == answers[1]

@@ -119,12 +119,26 @@ class Groups:
         return None
 
     def ended(self, session: Session) -> Session | None:
-        """Return the session that repeats one without a reward, None if none does."""
+        """Return the session that repeats one without a reward, None if none does.
+
+        One that was repeated before, unknown to its program, has the same one again; its reward ends the repetition,
+        if that is not used.
+        """
         group = self._groups.get(session.state.group or "")
-        if group is None or session.state.reward is not None:
+        if group is None:
             return None
         seq = session.state.seq
-        if group.sessions[seq] != session.state.id or group.tries[seq] >= _TRIES:
+        if group.sessions[seq] != session.state.id:
+            again = self._load(group.sessions[seq])
+            if again.state.end is not None or any(again.exchanges.values()):
+                return None
+            if session.state.reward is None:
+                return again
+            group.sessions[seq] = session.state.id
+            self._save(group)
+            self._forget(again)
+            return None
+        if session.state.reward is not None or group.tries[seq] >= _TRIES:
             return None
         again = self._begin(group, seq)
         group.sessions[seq], group.tries[seq] = again.state.id, group.tries[seq] + 1

@@ -151,8 +151,8 @@ class Session:
             elif limits.seconds is not None and time.time() - self.state.created > limits.seconds:
                 self.finish("seconds")
         if (end := self.state.end) is not None:
-            reached = end in ("turns", "tokens", "seconds")
-            why = f"reached its limit of {getattr(limits, end):g} {end}" if reached else f"ended ({end})"
+            limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
+            why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
             raise RequestError(f"the session has {why}", 403, "permission_error")
 
     def finish(self, end: str, **result: Any) -> None:

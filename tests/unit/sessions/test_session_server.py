@@ -320,3 +320,10 @@ def test_session_that_ends_answers_nothing_more(sessions):
     assert connection.getresponse().status == 403
     time.sleep(1.0)
     assert sessions.session(opened).summary()["turns"] == 0 and not sessions.policy.sampled
+
+
+def test_session_may_end_by_a_limit_that_it_has_not(sessions):
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"end": "turns"})[0] == 200
+    status, answer = sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
+    assert status == 403 and "ended (turns)" in answer["error"]["message"]
