@@ -1,16 +1,18 @@
 """Kill the processes of a run at random moments: ``python benchmarks/chaos.py [--quick] [--seed N]``
 
-A run of the demonstration is trained while its Trajectory API, trainer, gateway, SGLang server and environment, and one
-of the two guardians of a random one of them, are killed (SIGKILL), in random order: each while something starts, in the
-middle of steps, of pushes and of saves, and while batches have nothing to train on, because the environment says that
-its groups are older than ``max_staleness`` allows. Then it is stopped, and resumed for its last steps. What must hold:
+A run of two environments, word problems and a program of two turns, is trained while its Trajectory API,
+trainer, gateway, SGLang server, session server and environments, a program, and one of the two guardians of a random
+one of them, are killed (SIGKILL), in random order: each while something starts, in the middle of steps, of pushes and
+of saves, and while batches have nothing to train on, because the environments say that their groups are older than
+``max_staleness`` allows. Then it is stopped, and resumed for its last steps. What must hold:
 
 - every group that the API stored is in exactly one batch, or in none yet; batches have no gaps;
+- a session that was rewarded has the turns that its program was answered, each once, and is in one group at most;
 - the metrics have every step once, and every batch once or among the empty ones; no row is of a version that was given
   up;
 - training on the stored batches again, undisturbed and without servers, gives the same weights, bit for bit.
 
-``--quick`` kills each of them at two of these moments; the whole, once at each.
+``--quick`` kills each of them at two of these moments; the whole, once at each, those of sessions twice.
 """
 
 import argparse
@@ -32,18 +34,24 @@ import psutil
 from rich.console import Console
 
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.data.scored_group import unpack
 from recipe.atropos.environments.gsm8k import GSM8kEnv
+from recipe.atropos.environments.program import ProgramEnv
+from recipe.atropos.environments.word_problems import generate, gold_answer
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.trajectory_api.store import DATABASE
 from recipe.atropos.utils.files import RunDirError, read_json
 
-SERVICES = ("api", "trainer", "gateway", "sglang", "environment")  # prefixes of names in services.json
+SERVICES = ("api", "trainer", "gateway", "sglang", "environment-stale", "environment-program", "sessions")
 METHODS = {"push": "update_weights", "checkpoint": "save_checkpoint"}  # of the trainer's rank
 EMPTY = "empty"  # moment in which batches have nothing to train on, and file beside the run that makes them so
 MOMENTS = ("start", "step", *METHODS, EMPTY)
 GUARDIAN = "guardian"  # of a random service
-KILLED = (*SERVICES, GUARDIAN)
+AGENT = "agent"  # a program of a session
+PROGRAM = str(Path(__file__).parents[1] / "examples/agents/persistent.py")
+KILLED = (*SERVICES, AGENT, GUARDIAN)
+OF_SESSIONS = ("environment-program", "sessions", AGENT)
 LONGEST_START = 20.0  # s after the last kill; a trainer or server takes about as long to start
 LONGEST_PAUSE = 4.0  # s after a step; the next ones take about as long
 READY_SECONDS = 300  # until a killed service is there again, or a run's first step
@@ -57,7 +65,9 @@ OPTIONS = [
     "trainer.logger=[console]",
     "trainer.atropos.max_empty_batches=1000",
     *(f"{key}.max_restarts=1000" for key in ("api", "inference", "environment", "trainer.atropos")),
-    f"environment.target={__file__}:StaleGSM8kEnv",
+    f"environments.stale.target={__file__}:StaleGSM8kEnv",
+    f"environments.program.target={__file__}:StaleProgramEnv",
+    "sessions.enabled=true",
 ]
 
 
@@ -73,9 +83,33 @@ class StaleGSM8kEnv(GSM8kEnv):
         return group
 
 
+class StaleProgramEnv(ProgramEnv):
+    """A program of two turns as an environment, likewise."""
+
+    name = "program"
+
+    async def _group(self, outcomes: list[Any]) -> Any:
+        group = await super()._group(outcomes)
+        if os.path.exists(os.environ["CHAOS_EMPTY"]):
+            group["group_overrides"]["policy_version_min"] = [0] * len(group["tokens"])
+        return group
+
+
 def launch(run: Path, steps: int) -> subprocess.Popen:
     args = load_config(["preset=demo"]).environment.args  # which the preset gives to its own environment alone
-    options = [*OPTIONS, *(f"environment.args.{key}={json.dumps(value)}" for key, value in args.items())]
+    items = run.parent / "items.jsonl"
+    problems = [{"question": row["question"], "answer": gold_answer(row)} for row in generate("train", 500)]
+    items.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    program = {"command": f"{sys.executable} {PROGRAM}", "items": str(items)}
+    given = {"stale": args, "program": program | {"max_num_workers": 2, "parallel": 8}}
+    options = [
+        *OPTIONS,
+        *(
+            f"environments.{name}.args.{key}={json.dumps(value)}"
+            for name in given
+            for key, value in given[name].items()
+        ),
+    ]
     command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, f"--steps={steps}"]
     variables = {**os.environ, "CHAOS_EMPTY": str(run.parent / EMPTY)}
     with open(run.parent / "launcher.log", "ab") as log:
@@ -110,6 +144,14 @@ def find_rank(launcher: subprocess.Popen) -> psutil.Process | None:
     for process in psutil.Process(launcher.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             if " ".join(process.cmdline()).startswith("ray::AtroposActorWorker"):
+                return process
+    return None
+
+
+def find_agent(launcher: subprocess.Popen) -> psutil.Process | None:
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline()[-1:] == [PROGRAM]:
                 return process
     return None
 
@@ -151,14 +193,20 @@ def kill_all(run: Path, launcher: subprocess.Popen, kills: list[tuple[str, str]]
             (run.parent / EMPTY).touch()
             wait_for(lambda before=before: empty_batches(run) > before, launcher, "a batch with nothing to train on")
             time.sleep(rng.uniform(0, LONGEST_PAUSE))
-        prefix = rng.choice(SERVICES) if name == GUARDIAN else name
+        if name == AGENT:
+            wait_for(lambda: find_agent(launcher), launcher, "a program of a session")
+            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it has ended meanwhile
+                find_agent(launcher).kill()
+                killed.update((name, moment))
+        prefix = "environment-program" if name == AGENT else rng.choice(SERVICES) if name == GUARDIAN else name
         wait_for(lambda prefix=prefix: service_pid(run, prefix), launcher, f"a process of {prefix}")
         with contextlib.suppress(psutil.NoSuchProcess):  # it is being started again
             target = psutil.Process(service_pid(run, prefix))
             if name == GUARDIAN:
                 target = rng.choice(target.parents()[:2])
-            target.kill()
-            killed.update((name, moment))
+            if name != AGENT:
+                target.kill()
+                killed.update((name, moment))
         last = time.time()
         if moment == EMPTY:
             before = empty_batches(run)  # another one after the kill, of what is queued or begun
@@ -192,6 +240,25 @@ def ledger(run: Path) -> dict[str, int]:
     }
 
 
+def session_ledger(run: Path) -> dict[str, int]:
+    """Return the number of rewarded sessions, and those that say whether a turn or a session was lost or doubled."""
+    with contextlib.closing(sqlite3.connect(RunDir(run).trajectories / DATABASE)) as store:
+        groups = [unpack(record) for (record,) in store.execute("SELECT data FROM records")]
+    posted: Counter[str] = Counter()
+    for group in groups:
+        posted.update(set((group.field("group_overrides") or {}).get("sessions", ())))
+    with contextlib.closing(sqlite3.connect(RunDir(run).sessions)) as store:
+        states = [json.loads(state) for (state,) in store.execute("SELECT state FROM sessions")]
+        turns = dict(store.execute("SELECT session, COUNT(*) FROM turns GROUP BY session"))
+    rewarded = [state for state in states if state["end"] == "reward"]
+    return {
+        "sessions": len(rewarded),
+        "sessions_in_several_groups": sum(n > 1 for n in posted.values()),
+        "sessions_of_nobody": len(posted.keys() - {state["id"] for state in rewarded}),
+        "turns_lost_or_doubled": sum(turns.get(state["id"]) != state["metrics"]["turns"] for state in rewarded),
+    }
+
+
 def main() -> int:
     from recipe.atropos.commands.replay import replay  # imports torch, which the environment does without
 
@@ -203,6 +270,8 @@ def main() -> int:
     rng = random.Random(arguments.seed)
     moments = [rng.sample(MOMENTS, 2) if arguments.quick else MOMENTS for _ in KILLED]
     kills = [(prefix, moment) for prefix, each in zip(KILLED, moments, strict=True) for moment in each]
+    if not arguments.quick:
+        kills += [(prefix, moment) for prefix in OF_SESSIONS for moment in MOMENTS]
     rng.shuffle(kills)
     if arguments.smoke:
         kills = [(GUARDIAN, EMPTY)]
@@ -225,10 +294,11 @@ def main() -> int:
         finally:
             launcher.kill()
         figures: dict[str, float] = {f"killed_{key}": killed[key] for key in (*KILLED, *MOMENTS)} | ledger(run)
+        figures |= session_ledger(run)
         figures["exit_status"] = status
         figures["weights_differ"] = int(not replay(run, [], Console(highlight=False)))
     figures["seconds"] = time.monotonic() - started
-    counts = ("groups", "steps", "empty_batches", "seconds")
+    counts = ("groups", "steps", "empty_batches", "sessions", "seconds")
     zero = [key for key in figures if key not in counts and not key.startswith("killed_")]
     print(f"\n{'':<24} found  must be")
     for key, value in figures.items():

@@ -12,7 +12,10 @@ COMMANDS = {
     "stop": ("commands.stop_run", "end a run as Ctrl-C does"),
     "export": ("commands.export_model", "write a checkpoint's model as a folder in Hugging Face format, or to the hub"),
     "report": ("commands.report", "write an HTML page about a run: verdict, alarms, curves, samples; or about two"),
-    "inspect": ("commands.inspect", "print one trajectory of a recorded step, token by token"),
+    "inspect": (
+        "commands.inspect",
+        "print one trajectory of a recorded step, token by token, or a session, turn by turn",
+    ),
     "replay": ("commands.replay", "train on recorded batches again, without servers, and compare the weights"),
     "plan": ("commands.plan", "print the memory that a configuration needs of each GPU, and what does not fit"),
     "verify-env": ("commands.verify_env", "roll out one group with a real server, and show what each side saw"),

@@ -32,13 +32,14 @@ from recipe.atropos.verl_ext.worker import (
 
 
 class AtroposTrainingWorker(TrainingWorker):
-    """Training worker that divides sequence-mean losses by the trained sequences, not the configured batch size."""
+    """Training worker that divides sequence-mean losses by the trained trajectories, not the configured batch size."""
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        trained = (data["response_mask"].sum(dim=-1) > 0).sum().to(get_device_id())
+        trained = (data["response_mask"].sum(dim=-1) > 0).sum()
+        trained = data.get("trajectory_share", trained).sum().to(get_device_id())  # of a trajectory's rows, 1 in all
         torch.distributed.all_reduce(trained, group=self.engine.get_data_parallel_group())
-        tu.assign_non_tensor(data, global_batch_size=max(1, trained.item()))
+        tu.assign_non_tensor(data, global_batch_size=max(1, round(trained.item())))
         tu.assign_non_tensor(data, distillation_use_topk="teacher_ids" in data)  # the engine then requests the KL
         return super().train_batch(data)
 

@@ -22,6 +22,7 @@ from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
 from recipe.atropos.algorithm.mini_batches import lay_out
 from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode
+from recipe.atropos.algorithm.trajectories import has_several_rows, require_defined, shares_of
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.shards import load_verified, save_state
 from recipe.atropos.checkpoint.store import Checkpoints, step_of
@@ -82,8 +83,8 @@ class RayGRPOAtroposTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
         configure_bypass_mode(config)
         actor_rollout_ref = config.actor_rollout_ref
-        self.batch_size = config.data.train_batch_size * actor_rollout_ref.rollout.n  # sequences
-        self.mini_batch_size = actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n  # sequences
+        self.batch_size = config.data.train_batch_size * actor_rollout_ref.rollout.n  # trajectories
+        self.mini_batch_size = actor_rollout_ref.actor.ppo_mini_batch_size * actor_rollout_ref.rollout.n  # trajectories
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.limits = RowLimits.from_config(config, pad, vocab_size)
         self.sampling_check = SamplingCheck.from_config(config)
@@ -189,7 +190,8 @@ class RayGRPOAtroposTrainer:
         self.record.totals.batches = self.metrics["atropos/batch"] = number
         self.record.totals.empty_batches += empty
         self.record.totals.dropped = dict(sum(lost.values(), Counter(self.record.totals.dropped)))
-        self.metrics |= {"atropos/empty_batches": empty, "atropos/batch_fill": report.received / self.batch_size}
+        self.metrics |= {"atropos/empty_batches": empty}
+        self.metrics |= {"atropos/batch_fill": sum(report.group_sizes) / self.batch_size}
         self.metrics |= {**counts, **self.data_source.metrics()}
         self._groups_fetched = fetched
         self._check_sampling(batch)
@@ -214,6 +216,8 @@ class RayGRPOAtroposTrainer:
         )
         batch = rows_to_data_proto(layout.rows, self.limits)
         batch.meta_info["mini_batches"] = layout.mini_batches
+        if has_several_rows(batch):
+            require_defined(self.config)
         report.padding_rows = len(batch) - len(rows)
         self.metrics |= layout.metrics
         return batch, report
@@ -258,7 +262,10 @@ class RayGRPOAtroposTrainer:
             with marked_timer("old_log_prob", self.timing_raw):
                 computed, mfu = self.actor.log_probs(batch)
             entropy = mean_entropy(
-                computed.pop("entropys"), batch.batch["response_mask"], self.config.actor_rollout_ref.actor
+                computed.pop("entropys"),
+                batch.batch["response_mask"],
+                self.config.actor_rollout_ref.actor,
+                shares_of(batch) if has_several_rows(batch) else None,
             )
             self.metrics |= {"actor/entropy": entropy, "perf/mfu/actor_infer": mfu}
             batch.batch.update(computed)
@@ -300,6 +307,8 @@ class RayGRPOAtroposTrainer:
             logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
             self.metrics["atropos/batches_without_token"] = 1
             return
+        if has_several_rows(batch):
+            batch.batch["trajectory_share"] = shares_of(batch)
         with marked_timer("update_actor", self.timing_raw):
             metrics = self.actor.update(batch)
         self.metrics |= reduce_metrics(metrics)

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.runs import make_run
 from helpers.seeded_runs import FAULTS, Seeded, healthy_run, seeded_run
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.report.page import write_report
 from recipe.atropos.utils.files import read_lines, rewrite_lines
 
@@ -61,6 +62,19 @@ def test_the_page_names_what_is_wrong_and_shows_it(tmp_path, shown, fault):
     section, pattern = SHOWN[fault]
     whole = re.search(rf'<section id="{section}".*?</section>', document, re.DOTALL)[0]
     assert re.search(pattern, whole)
+
+
+def test_sessions_of_agents_are_drawn_turn_by_turn(tmp_path, shown):
+    files = make_run(tmp_path / "run")
+    with Sessions(files.path, ScriptedPolicy(chat_tokenizer(), script=["<think>so</think>the sum", "19"])) as sessions:
+        opened, messages = sessions.open(env="sums", item=7), [{"role": "user", "content": "<b>12</b>"}]
+        for _ in range(2):
+            reply = sessions.openai(opened).chat.completions.create(model="policy", messages=messages)
+            messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and"}]
+        sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 0.5})
+        text = text_of(shown(write_report(files.path)), "sessions")
+    assert "sums reward 0.5 2 turns" in text and "turn 1 after 0" in text and "weight versions 3 to 4, row 0" in text
+    assert "user: &lt;b&gt;12&lt;/b&gt;thinking: soassistant: the sum" in text
 
 
 def test_a_healthy_run_is_drawn_without_an_alarm(tmp_path, shown):

@@ -208,6 +208,30 @@ def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, 
     assert_gradient(update, plain, weighted(rows, coefficients))
 
 
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_rows_of_a_trajectory_count_once_in_the_gradient(trainer, plain, model_path, agg):
+    """13 rows of 8 trajectories, over the ranks: in the baseline, and in the mean over sequences."""
+    groups, numbers = some_groups(model_path), ([0, 1, 0, 0], [0, 1, 1], [2, 1, 0, 2], [1, 1])
+    for group, own in zip(groups, numbers, strict=True):
+        group["overrides"], group["group_overrides"] = None, {"trajectory": own}
+        group["scores"] = [group["scores"][own.index(number)] for number in own]
+    update = Update(
+        trainer, plain, groups, {"rollout_correction.rollout_is": None}, {"loss_agg_mode": agg}, mini_batch_size=8
+    )
+    assert update.metrics["atropos/mini_batches"] == 1
+    rows, coefficients = rows_of(plain, groups), []
+    for row in rows:
+        own = row.group["group_overrides"]["trajectory"]
+        scores = list(dict(zip(own, row.group["scores"], strict=True)).values())
+        spread = statistics.stdev(scores) + 1e-6 if len(scores) > 1 else 1.0
+        mean = statistics.fmean(scores) if len(scores) > 1 else 0.0
+        tokens = sum(len(r.positions) for r in rows if r.group is row.group and own[r.row] == own[row.row])
+        shares = {"token-mean": 1 / sum(len(r.positions) for r in rows), "seq-mean-token-mean": 1 / 8 / tokens}
+        weight = shares.get(agg, 1 / 8) * (mean - row.group["scores"][row.row]) / spread
+        coefficients.append(dict.fromkeys(row.positions, weight))
+    assert_gradient(update, plain, weighted(rows, coefficients))
+
+
 @pytest.mark.parametrize("loss_mode", sorted(set(POLICY_LOSS_REGISTRY) - {"geo_mean", "bypass_mode"}), ids=str)
 def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, model_path, loss_mode):
     """``geo_mean`` is refused before a run starts, ``bypass_mode`` has a test of its own."""

@@ -53,9 +53,9 @@ def make_drifting_model(path):
 
 
 def merging_tokenizer():
-    """One that splits text as Qwen's does, and merges newlines and pairs of letters."""
+    """One that splits text as Qwen's does, and merges newlines and pairs of letters: to tokens of lower ids."""
     merges = [*itertools.product(LETTERS, repeat=2), ("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("Ġ", "Ċ")]
-    vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
+    vocabulary = [*SPECIAL_TOKENS, *(a + b for a, b in merges), *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
     words = Regex(r"[^\r\n\p{L}]?\p{L}+| ?[^\s\p{L}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

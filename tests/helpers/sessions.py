@@ -20,6 +20,7 @@ from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.server import SessionServer
 from recipe.atropos.sessions.store import Store
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import free_port
 
 CALLS = (
@@ -175,8 +176,8 @@ class Sessions:
 
     KEY = "environments"
 
-    def __init__(self, folder, policy, **rendering):
-        self.folder, self.policy, self.rendering = folder, policy, rendering
+    def __init__(self, folder, policy, api=None, **rendering):
+        self.folder, self.policy, self.api, self.rendering = folder, policy, api, rendering
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self):
@@ -197,7 +198,8 @@ class Sessions:
 
         async def serve():
             client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
-            self.server = SessionServer(store, rendering, client, self.KEY, "policy")
+            api = self.api and TrajectoryApiClient(self.api)
+            self.server = SessionServer(store, rendering, client, self.KEY, "policy", api)
             self.server._generate = self.policy
             self.runner = web.AppRunner(self.server.app(), handler_cancellation=True, shutdown_timeout=0.1)
             await self.runner.setup()

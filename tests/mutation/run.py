@@ -307,7 +307,10 @@ def baseline(mutants: list[Mutant], workers: int, folder: Path) -> dict[str, flo
     seconds = {}
     for result in run_all(list(unchanged.values()), {}, workers, folder):
         if result.outcome != "survived":
-            raise Broken(f"{result.mutant.name}: {result.outcome} without a mutation:\n{result.output[-4000:]}")
+            raise Broken(
+                f"no mutant's doing: the tests do not pass without any ({result.outcome}); mend them first: "
+                f"{' '.join(result.mutant.tests)}\n{result.output[-4000:]}"
+            )
         seconds[tuple(result.mutant.tests)] = result.seconds
         print(f"  {' '.join(result.mutant.tests)}: {result.seconds:.1f} s", flush=True)
     return {m.file: 20 + 4 * seconds[tuple(m.tests)] for m in mutants}

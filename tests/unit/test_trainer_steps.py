@@ -13,7 +13,7 @@ from recipe.atropos import fsdp_workers
 from recipe.atropos.algorithm.advantages import RunningMoments
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.errors import NothingToTrain
+from recipe.atropos.errors import ConfigurationError, NothingToTrain
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run.record import RunRecord, read_metrics
 from recipe.atropos.workers.actor import _without_padding
@@ -83,6 +83,26 @@ def test_empty_batches_are_told_and_counted(trainer):
     assert told == [1, 2] and trainer.metrics["atropos/empty_batches"] == 2
     assert (trainer.record.totals.batches, trainer.record.totals.empty_batches) == (3, 2)
     assert trainer.record.totals.dropped == {"future_version": 6} and trainer.metrics["atropos/batch_fill"] == 2 / 8
+
+
+def test_a_batch_is_filled_by_trajectories(trainer):
+    """Three of five rows: in mini-batches of two trajectories, and in the fill; each counts once in the entropy."""
+    group = a_group([POLICY] * 5, [-0.5] * 5)
+    group["scores"] = [1.0, 0.0, 1.0, 2.0, 1.0]
+    group["group_overrides"]["trajectory"] = [7, 8, 7, 9, 7]
+    trainer.data_source, _ = batches_of([group, a_group([POLICY] * 2)], [group])
+    batch = trainer._next_batch()
+    assert trainer.metrics["atropos/batch_fill"] == 5 / 8 and trainer.metrics["atropos/received"] == 7
+    assert batch.meta_info["mini_batches"] == 2 and len(batch) == 10, "5 rows and 2, which padding makes 5"
+    entropies = torch.where(torch.tensor(batch.non_tensor_batch["trajectory"] == 7), 3.0, 1.0)[:, None]
+    log_probs = {"old_log_probs": torch.full((10, 1), -2.0), "entropys": entropies}
+    trainer.actor.log_probs = lambda _: (log_probs, 0.1)
+    trainer.config.actor_rollout_ref.actor.loss_agg_mode = "seq-mean-token-mean"
+    trainer._compute_log_probs(batch)
+    assert trainer.metrics["actor/entropy"] == pytest.approx((3 + 4 * 1) / 5)
+    trainer.config.actor_rollout_ref.actor.policy_loss.loss_mode = "gspo"
+    with pytest.raises(ConfigurationError, match="loss_mode=gspo is not defined for a trajectory of several rows"):
+        trainer._next_batch()
 
 
 def test_empty_batches_end_the_run_with_reasons_by_environment(trainer):

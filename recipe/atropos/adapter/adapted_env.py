@@ -28,6 +28,7 @@ from recipe.atropos.adapter.teacher import TeacherFixes
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
 from recipe.atropos.algorithm.reward_bridge import RewardBridge
 from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.data.scored_group import trajectory_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
         for group in as_groups(scored_data):
             try:
                 group = validated(group)
-                self.report.observe("score", *group["scores"])
+                numbers = trajectory_numbers(group["group_overrides"], len(group["scores"]))
+                self.report.observe("score", *dict(zip(numbers, group["scores"], strict=True)).values())
                 await self._shape(group)
                 self._restore(group)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)

@@ -302,7 +302,7 @@ class CompletionCache:
         for known in sorted(completion.stripped | {t.lstrip() for t in completion.texts}, key=len, reverse=True):
             if kept and known.strip() and turn.startswith(known):
                 return _Fit(end, kept, turn[len(known) :], (True, len(known.strip()), False))
-        if start < end and work[start:end] == tokens[: end - start]:
+        if work[start:end] == tokens[: end - start]:
             return _Fit(end, end - start, "", (False, end - start, True))
         return None
 

@@ -46,7 +46,7 @@ from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_cha
 from recipe.atropos.adapter.recorded_calls import cause_of, sglang_servers
 from recipe.atropos.adapter.reporting import PLACE, EnvReport, Place
 from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.adapter.validate import as_groups
+from recipe.atropos.adapter.validate import as_groups, size_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -429,7 +429,7 @@ class PostingEnv(BaseEnv):
             self._count_failure("handle_send_to_api", error)
         else:
             self.report.count("groups_sent", len(groups))
-            self.__sequences.append(sum(len(group["tokens"]) for group in groups))
+            self.__sequences.append(sum(map(size_of, groups)))
             if place is not None:
                 place.taken = True
 

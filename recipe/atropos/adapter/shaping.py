@@ -17,6 +17,7 @@ from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.data.scored_group import trajectory_numbers
 
 _GROUPS: ContextVar[list[dict[str, Any]] | None] = ContextVar("groups", default=None)  # of the current item
 _ORIGINAL = base.ScoredDataGroup
@@ -124,10 +125,16 @@ def check_no_advantages(group: Mapping[str, Any], name: str) -> None:
 
 
 def judged(tokenizer: Any, group: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return (text, length in tokens) of what the policy wrote in each sequence of a group; see ``reward_bridge``."""
+    """Return (text, length in tokens) of what the policy wrote in the trajectory of each sequence of a group; see
+    ``reward_bridge``.
+    """
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    found = []
-    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
-        turns = [list(tokens[start:end]) for start, end in trained_spans(masks)]
-        found.append(("\n".join(tokenizer.decode(turn, **plain) for turn in turns), sum(map(len, turns))))
-    return found
+    numbers = trajectory_numbers(group.get("group_overrides") or {}, len(group["tokens"]))
+    turns: dict[int, list[list[int]]] = {number: [] for number in numbers}
+    for number, tokens, masks in zip(numbers, group["tokens"], group["masks"], strict=True):
+        turns[number] += [list(tokens[start:end]) for start, end in trained_spans(masks)]
+    found = {
+        number: ("\n".join(tokenizer.decode(turn, **plain) for turn in each), sum(map(len, each)))
+        for number, each in turns.items()
+    }
+    return [found[number] for number in numbers]

@@ -20,7 +20,7 @@ from atroposlib.envs.base import BaseEnvConfig
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED
-from recipe.atropos.data.scored_group import FLOATS, ScoredGroup
+from recipe.atropos.data.scored_group import FLOATS, ScoredGroup, trajectory_numbers
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -66,18 +66,28 @@ def validated(group: Any) -> dict[str, Any]:
     return plain
 
 
+def size_of(group: dict[str, Any]) -> int:
+    """Return the size of a validated group: its number of trajectories."""
+    return len(set(trajectory_numbers(group["group_overrides"], len(group["tokens"]))))
+
+
 def check_limits(group: dict[str, Any], config: BaseEnvConfig, max_token_len: int) -> None:
     """Refuse what BaseEnv would drop with a warning, and what the API or the trainer would reject.
+
+    BaseEnv compares the number of sequences with ``group_overrides.group_size``, which is set to it if that is more
+    than the trajectories.
 
     ``max_token_len``: the trainer's limit in tokens; 0 or less means no limit.
 
     Raises:
         RefusedGroup: see the module docstring.
     """
-    size, expected = len(group["tokens"]), group["group_overrides"].get("group_size", config.group_size)
+    size, expected = size_of(group), group["group_overrides"].get("group_size", config.group_size)
     longest = max(map(len, group["tokens"]))
     if size != expected:
-        raise RefusedGroup(Reason.WRONG_SIZE, f"{size} sequences, expected {expected}")
+        raise RefusedGroup(Reason.WRONG_SIZE, f"{size} trajectories, expected {expected}")
+    if size < len(group["tokens"]):
+        group["group_overrides"]["group_size"] = len(group["tokens"])
     if config.ensure_scores_are_not_same and len(set(group["scores"])) == 1:
         raise RefusedGroup(Reason.EQUAL_SCORES, f"all {size} scores are {group['scores'][0]}")
     if 0 < max_token_len <= longest:

@@ -9,6 +9,8 @@ Guarantees:
 - The mean, standard deviation and other group statistics of an estimator cover all scored rows, including those that
   were dropped (too long, stale, nothing trained, ...) and those whose tokens the off-policy correction rejected. If
   rows were dropped, an estimator that needs more than their scores and lengths is refused by name.
+- A trajectory of several rows counts once, as one sequence (``trajectories``); an estimator for which that is not
+  defined is refused by name.
 - Normalization and clipping follow any estimator and cover trained tokens only. ``set_advantage_to_zero`` comes last:
   such rows, like tokens with mask 0, have advantage 0 and are excluded from normalization; their scores count in the
   mean of their group.
@@ -26,9 +28,10 @@ from omegaconf import DictConfig
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS, Estimator, equal_scores
 from recipe.atropos.algorithm.off_policy import correct_rollout
+from recipe.atropos.algorithm.trajectories import Joined, has_several_rows, shares_of, trajectories_of, trajectory_of
 from recipe.atropos.data.data_proto import real_rows
 from recipe.atropos.data.rows import DroppedRow, environment_name
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.verl_ext.algorithm import (
     AdaptiveKLController,
     FixedKLController,
@@ -121,6 +124,7 @@ def compute_advantages(rows: DataProto, algorithm: DictConfig, atropos: DictConf
     Raises:
         MissingAdvantages: a row's environment sent none and ``fallback_to_grpo`` is off.
         IncompleteGroup: rows were dropped, and the estimator or the KL in the reward needs their logprobs.
+        ConfigurationError: a trajectory has several rows, for which the estimator is not defined.
     """
     tensors, others = rows.batch, rows.non_tensor_batch
     needs = ESTIMATORS[algorithm.adv_estimator]
@@ -132,11 +136,12 @@ def compute_advantages(rows: DataProto, algorithm: DictConfig, atropos: DictConf
             f"{(~own).sum()} of {len(rows)} rows came without advantages and trainer.atropos.fallback_to_grpo is "
             "false; set it to true, or let the environment send them"
         )
-    scored = _scored_rows(rows, needs, own, algorithm.use_kl_in_reward)
+    scored, joined = _scored_trajectories(rows, needs, own, algorithm.use_kl_in_reward)
     advantages, returns = _estimated(scored, needs, algorithm)
-    silent = _equal_returns(scored, returns, needs)[: len(rows)] & torch.from_numpy(~own)
+    silent = _equal_returns(scored, returns, needs)[joined.index][: len(rows)] & torch.from_numpy(~own)
     tensors["advantages"], tensors["returns"] = (
-        torch.where(tensors["response_mask"].bool(), values[: len(rows)], 0.0) for values in (advantages, returns)
+        torch.where(tensors["response_mask"].bool(), joined.split(values)[: len(rows)], 0.0)
+        for values in (advantages, returns)
     )
     trained = tensors["response_mask"].bool() & torch.from_numpy(~others["zero_advantage"])[:, None]
     others["has_signal"] = ((tensors["advantages"] != 0) & trained & ~silent[:, None]).any(-1).numpy()
@@ -152,15 +157,17 @@ def _equal_returns(rows: DataProto, returns: torch.Tensor, needs: Estimator) -> 
     return equal_scores(rows.batch["token_level_rewards"].sum(-1), rows.non_tensor_batch["uid"])
 
 
-def _scored_rows(rows: DataProto, needs: Estimator, own: np.ndarray, kl_in_reward: bool) -> DataProto:
-    """Return the rows, (B, R), followed by a placeholder for each row that was dropped from their groups.
+def _scored_trajectories(
+    rows: DataProto, needs: Estimator, own: np.ndarray, kl_in_reward: bool
+) -> tuple[DataProto, Joined]:
+    """Return the trajectories of the rows, (B, R), and of a placeholder for each row dropped from their groups.
 
     ``own``, (B,) bool, becomes ``has_advantages``. A placeholder has its score on its first token, with mask 0. For an
     estimator that needs ``lengths``, its mask sums to its number of trained tokens, and the other rows have their mask
     from before any rejection.
 
     Raises:
-        IncompleteGroup: see ``compute_advantages``.
+        IncompleteGroup, ConfigurationError: see ``compute_advantages``.
     """
     others = rows.non_tensor_batch
     dropped = dict(zip(others["uid"], others["dropped"], strict=True)) if needs.grouped else {}
@@ -174,7 +181,24 @@ def _scored_rows(rows: DataProto, needs: Estimator, own: np.ndarray, kl_in_rewar
         tensors["response_mask"][: len(rows)] = rows.batch.get("sampled_mask", rows.batch["response_mask"])
         tensors["response_mask"][len(rows) :, 0] = torch.tensor([row.trained_tokens for row in lost])
     uid = np.array([*others["uid"], *uids], dtype=object)
-    return DataProto.from_dict(tensors, {"uid": uid, "has_advantages": np.pad(own, (0, len(lost)))})
+    of_dropped = dict(zip(others["uid"], others["dropped_trajectories"], strict=True))
+    numbers = [*others["trajectory"], *(number for uid in dropped for number in of_dropped[uid])]
+    joined = Joined(trajectory_of(uid, numbers), tensors["response_mask"])
+    if joined.several and not needs.scores_only:
+        raise ConfigurationError(
+            f"algorithm.adv_estimator={needs.name} is not defined for a trajectory of several rows; choose one of "
+            f"{_scores_only()}"
+        )
+    scores = tensors["token_level_rewards"].sum(-1)
+    scores[: len(rows)] = rows.batch["token_level_scores"].sum(-1)
+    rewards = joined.join_rewards(tensors.pop("token_level_rewards"), scores)
+    tensors = {"token_level_rewards": rewards} | {key: joined.join(values) for key, values in tensors.items()}
+    own = np.pad(own, (0, len(lost)))
+    return DataProto.from_dict(tensors, {"uid": uid[joined.first], "has_advantages": own[joined.first]}), joined
+
+
+def _scores_only() -> str:
+    return ", ".join(sorted(name for name, each in ESTIMATORS.items() if each.scores_only))
 
 
 def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], needs: Estimator, kl_in_reward: bool) -> None:
@@ -187,10 +211,9 @@ def _refuse_dropped(dropped: Mapping[str, Sequence[DroppedRow]], needs: Estimato
         return
     lost = f"rows of group {group} were dropped ({', '.join(sorted(reasons))}), and"
     if not needs.scores_only:
-        choices = sorted(name for name, each in ESTIMATORS.items() if each.scores_only)
         raise IncompleteGroup(
             f"algorithm.adv_estimator={needs.name}: {lost} its baseline needs their logprobs; choose one of "
-            f"{', '.join(choices)}"
+            f"{_scores_only()}"
         )
     if kl_in_reward:
         raise IncompleteGroup(
@@ -228,8 +251,12 @@ def subtract_kl(
     mask, coefficient = rows.batch["response_mask"], controller.value
     kl = kl_penalty(rows.batch["old_log_probs"], rows.batch["ref_log_prob"], kl_penalty=estimator) * mask
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"] - coefficient * kl
-    mean = masked_mean(kl, mask=mask, axis=-1).mean().item()
-    controller.update(current_kl=mean, n_steps=len(rows))
+    means, trajectories = masked_mean(kl, mask=mask, axis=-1), len(rows)
+    if has_several_rows(rows):
+        trajectories = len(set(trajectories_of(rows)))
+        means = means * shares_of(rows) * len(rows) / trajectories
+    mean = means.mean().item()
+    controller.update(current_kl=mean, n_steps=trajectories)
     return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 
 

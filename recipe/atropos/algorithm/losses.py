@@ -35,6 +35,7 @@ _TOKEN_MEANS = {
 }
 # Over the tokens that have a teacher, a share of a mini-batch's tokens.
 _DISTILLED, _SUBSET_METRICS = "actor/distilled_fraction", {"actor/distillation_kl", "actor/teacher_mass"}
+_LOSSES = {"actor/pg_loss", "actor/entropy_loss", "kl_loss"}  # verl's metrics that are aggregated as the loss
 _CHUNK = 1024  # positions whose float32 distributions over the vocabulary are in memory at a time
 
 
@@ -174,7 +175,8 @@ def atropos_loss(
 
     ``loss_agg_mode`` aggregates the KL like the policy loss, over all trained tokens: a token without a teacher adds 0,
     so a token's weight does not depend on how many others have a teacher. The policy's temperature is
-    ``rollout.temperature``, or the row's own.
+    ``rollout.temperature``, or the row's own. ``trajectory_share``, (B,), is in the batch if a trajectory has several
+    rows: the row's part of its trained tokens.
 
     With ``student_logits``, (1, N, V), return the per-token values that the engine passes to the second call; without
     them, return the loss and its metrics, for ``finished_metrics``.
@@ -184,13 +186,13 @@ def atropos_loss(
         return {"distillation_losses": kl[None], "teacher_mass": mass[None]}
     # rejection can leave 0 tokens, and the mean would be 0 / 0
     tu.assign_non_tensor(data, batch_num_tokens=max(1, data["batch_num_tokens"]))
+    shares = data.get("trajectory_share") if config.loss_agg_mode == "seq-mean-token-mean" else None
     if not distillation.use_policy_loss:
         loss, metrics = 0.0, {}
-    elif config.policy_loss.loss_mode == "bypass_mode" and not data["response_mask"].any():
-        loss, metrics = _empty_bypass_loss(config, model_output, data, dp_group)
+    elif shares is not None:
+        loss, metrics = _loss_of_trajectories(config, model_output, data, dp_group, shares)
     else:
-        loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    metrics = _over_tokens(_rename_misnamed(metrics, config.policy_loss.loss_mode), data)
+        loss, metrics = _policy_loss(config, model_output, data, dp_group)
     if "distillation_losses" not in model_output:  # no row of this batch has a teacher
         return loss, metrics
 
@@ -198,7 +200,7 @@ def atropos_loss(
     kl = no_padding_2_padding(model_output["distillation_losses"], data)
     mass = no_padding_2_padding(model_output["teacher_mass"], data)
     distillation_loss = agg_loss(
-        loss_mat=kl,
+        loss_mat=kl if shares is None else kl * shares[:, None],
         loss_mask=mask,
         loss_agg_mode=config.loss_agg_mode,
         dp_size=data["dp_size"],
@@ -216,6 +218,39 @@ def atropos_loss(
         share = torch.where(distilled, values, 0.0).sum() / data["batch_num_tokens"] * data["dp_size"]
         metrics[f"actor/{name}"] = Metric(value=share, aggregation=AggregationType.SUM)
     return loss + distillation.loss_coef * distillation_loss, metrics
+
+
+def _policy_loss(
+    config: ActorConfig, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return verl's policy loss, and its metrics, which sum to those of the mini-batch."""
+    empty_bypass = config.policy_loss.loss_mode == "bypass_mode" and not data["response_mask"].any()
+    compute = _empty_bypass_loss if empty_bypass else ppo_loss
+    loss, metrics = compute(config, model_output, data, dp_group)
+    return loss, _over_tokens(_rename_misnamed(metrics, config.policy_loss.loss_mode), data)
+
+
+def _loss_of_trajectories(
+    config: ActorConfig, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any, shares: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return ``_policy_loss`` with seq-mean-token-mean over trajectories of several rows.
+
+    verl takes the mean over a row's tokens; a row with a part of its trajectory's tokens, ``shares``, (B,), has that
+    weight. Rows of one weight are computed at once, with the others masked.
+    """
+    total, summed = 0.0, {}
+    for share in shares.unique().tolist():
+        part = data.copy()
+        part["response_mask"] = data["response_mask"] * (shares == share)[:, None]
+        loss, metrics = _policy_loss(config, model_output, part, dp_group)
+        total = total + share * loss
+        for name, metric in metrics.items():
+            if isinstance(metric, Metric):
+                weight = share if name in _LOSSES else 1.0
+                value = weight * metric.aggregate() + (summed[name].aggregate() if name in summed else 0.0)
+                metric = Metric(value=value, aggregation=AggregationType.SUM)
+            summed[name] = metric
+    return total, summed
 
 
 def _rename_misnamed(metrics: dict[str, Any], loss_mode: str) -> dict[str, Any]:

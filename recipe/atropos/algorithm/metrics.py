@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
+from recipe.atropos.algorithm.trajectories import trajectories_of
 from recipe.atropos.data.rows import environment_name
 from recipe.atropos.verl_ext.algorithm import agg_loss
 from recipe.atropos.verl_ext.batch import DataProto
@@ -14,9 +15,9 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
 
     Overall under ``atropos/``, and per environment under ``atropos/ENV/`` (name, else ``env_ID``, else ``unknown``):
 
-    - ``mean_score`` over rows; ``mean_raw_score``, before a reward bridge shaped it; ``mean_advantage`` over trained
-      tokens; ``trained_tokens``, their number; ``response_length``, mean tokens per row from the first trained token
-      on, including environment tokens between turns;
+    - ``mean_score`` over trajectories; ``mean_raw_score``, before a reward bridge shaped it; ``mean_advantage`` over
+      trained tokens; ``trained_tokens``, their number; ``response_length``, mean tokens per row from the first trained
+      token on, including environment tokens between turns;
     - ``groups``, their number; ``zero_signal_groups`` and ``zero_signal_share``, the number and share of groups whose
       advantages are all 0 (before normalization, which would shift them);
     - ``num_environments``, overall only.
@@ -30,13 +31,15 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     lengths = rows.batch["attention_mask"][:, -trained.shape[1] :].sum(-1).numpy()
     groups = rows.non_tensor_batch["uid"]
     signal = rows.non_tensor_batch["has_signal"]
+    first = np.zeros(len(rows), dtype=bool)  # of the rows of a trajectory
+    first[np.unique(trajectories_of(rows), return_index=True)[1]] = True
 
     def describe(chosen: np.ndarray) -> dict[str, float]:
         all_groups, with_signal = set(groups[chosen]), set(groups[chosen & signal])
         silent = len(all_groups) - len(with_signal)
         return {
-            "mean_score": float(scores[chosen].mean()),
-            "mean_raw_score": float(raw_scores[chosen].mean()),
+            "mean_score": float(scores[chosen & first].mean()),
+            "mean_raw_score": float(raw_scores[chosen & first].mean()),
             "mean_advantage": float(advantages[chosen].sum() / max(1, trained[chosen].sum())),
             "trained_tokens": float(trained[chosen].sum()),
             "response_length": float(lengths[chosen].mean()),
@@ -53,11 +56,19 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     return metrics
 
 
-def mean_entropy(entropies: torch.Tensor, response_mask: torch.Tensor, actor: DictConfig) -> float:
-    """Return the entropy of trained tokens in nats, aggregated like the loss of ``actor``; both tensors (B, R)."""
+def mean_entropy(
+    entropies: torch.Tensor, response_mask: torch.Tensor, actor: DictConfig, shares: torch.Tensor | None = None
+) -> float:
+    """Return the entropy of trained tokens in nats, aggregated like the loss of ``actor``; both tensors (B, R).
+
+    ``shares``, (B,), are ``trajectories.shares_of`` the rows, if a trajectory has several.
+    """
+    if shares is not None and actor.loss_agg_mode == "seq-mean-token-mean":
+        entropies = entropies * shares[:, None]
     return agg_loss(
         loss_mat=entropies,
         loss_mask=response_mask,
+        global_batch_size=None if shares is None else round(shares.sum().item()),
         loss_agg_mode=actor.loss_agg_mode,
         loss_scale_factor=actor.loss_scale_factor,
     ).item()

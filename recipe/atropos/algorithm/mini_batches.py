@@ -3,7 +3,7 @@
 Guarantees:
 
 - A mini-batch consists of whole groups, consecutive in order of arrival. The split depends only on the number of
-  sequences that each group was sent with, not on ranks, lengths, padding or dropped rows.
+  trajectories that each group was sent with, not on their rows, ranks, lengths, padding or dropped rows.
 - All mini-batches are padded to the same size, which divides evenly among the ranks.
 - Balancing moves rows between ranks, never between mini-batches.
 
@@ -64,8 +64,8 @@ def lay_out(
 
     Args:
         rows: the rows to train on; ``uid`` is the index of a row's group in ``sizes``.
-        sizes: number of sequences that each group of the batch was sent with.
-        sequences: approximate number of sequences in a mini-batch.
+        sizes: number of trajectories that each group of the batch was sent with.
+        sequences: approximate number of trajectories in a mini-batch.
         ranks: number of data-parallel ranks.
         multiple_of: number that must divide a rank's rows in a mini-batch (for micro-batches of a fixed size).
         balance: give ranks about the same amount of work; if false, keep rows in order.

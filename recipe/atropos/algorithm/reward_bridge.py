@@ -13,9 +13,9 @@ r"""The universal reward bridge: a YAML block that shapes any environment's scor
       send_equal_raw: true
       right_margin: 1.0
 
-The bridge judges each sequence that an environment scored. Its text is the decoded trained tokens, without special
-tokens; it excludes what the environment wrote between turns, and joins turns with a newline. Its length is the number
-of its trained tokens, including special tokens. The steps, in order:
+The bridge judges each trajectory that an environment scored, all of its rows together. Its text is the decoded trained
+tokens, without special tokens; it excludes what the environment wrote between turns, and joins turns with a newline.
+Its length is the number of its trained tokens, including special tokens. The steps, in order:
 
 1. ``format_markers``: each adds ``weight`` if its pattern occurs or, with ``presence: forbidden``, subtracts it.
    ``count``: ``any`` (at least one occurrence), ``once`` (exactly one), ``each`` (``weight`` for every one).

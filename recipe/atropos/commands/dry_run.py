@@ -23,6 +23,7 @@ from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launcher.environment_processes import environment_secrets, serve_command
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.session_server import session_command
 from recipe.atropos.launcher.sglang import command_of_gateway, plan_inference
 from recipe.atropos.launcher.startup import api_command, trainer_command
 from recipe.atropos.utils.private_process import SECRET_FLAGS
@@ -108,6 +109,8 @@ def service_commands(run: Run) -> dict[str, tuple[list[str], dict[str, str]]]:
         command, variables = sglang_command(launch)
         found[name] = command, _shown(variables)
     found["gateway"] = command_of_gateway(run, inference), key
+    if (sessions := session_command(run, inference, api_url)) is not None:
+        found["sessions"] = sessions, key
     found["trainer"] = trainer_command(run), key
     for spec in run.plan.specs.values():
         found[spec.service] = (

@@ -1,15 +1,17 @@
 """Show one trajectory that a run trained on, token by token: ``verl-atropos inspect runs/NAME --step 3 --group 0``
 
 Each token is styled by mask, logprob and advantage. The run must have kept its batches (``api.retention=all``, the
-default).
+default). ``--sessions`` lists the newest sessions of a run's agents, ``--session ID`` shows one turn by turn.
 """
 
 import argparse
+import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from rich.padding import Padding
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -17,8 +19,11 @@ from rich.text import Text
 from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
+from recipe.atropos.utils.files import printable
 
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
+_SESSIONS = 20  # that are listed
+_LINES, _CHARACTERS = 6, 600  # of a text of a session
 
 
 def style_of(token: dict[str, Any], largest: float) -> Style:
@@ -80,6 +85,45 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
         console.print(token_table(tokens, ["logprob", "advantage"], lambda token: style_of(token, largest)))
 
 
+# ---------------------------------------------------------------- sessions
+
+
+def list_sessions(files: RunDir, console: Console) -> None:
+    """Print the newest sessions, a line for each."""
+    from recipe.atropos.report.session_view import about, read_sessions
+
+    grid = Table("session", "environment", "item", "turns", "tokens", "rows", "end", "forks")
+    for session in read_sessions(files, _SESSIONS):
+        grid.add_row(*(Text(printable(str(value))) for value in about(session).values()))
+    console.print(grid)
+
+
+def show_session(files: RunDir, identifier: str, console: Console) -> None:
+    """Print a session turn by turn, indented where several turns continue one."""
+    from recipe.atropos.report.session_view import about, read_sessions, turns_of
+
+    for session in read_sessions(files, identifier=identifier):
+        console.print(Text(printable(", ".join(f"{name} {value}" for name, value in about(session).items()))))
+        for turn in turns_of(session):
+            place = f" after {turn['parent']}" if not turn["begins"] else f", begins anew: {turn['begins']}"
+            weights = " to ".join(str(version) for version in dict.fromkeys(turn["versions"] or ["unknown"]))
+            title = f"turn {turn['number']}{place if turn['number'] else ''} ({turn['tokens']} tokens, "
+            lines = [
+                Text(f"{title}weights {weights}, row {turn['row']})", "bold"),
+                *(_said(who, text, "") for who, text in turn["added"]),
+                *(_said(who, text, "bright_black" if who == "thinking" else "green") for who, text in turn["reply"]),
+            ]
+            console.print(Padding(Text("\n").join(lines), (1, 0, 0, 4 * turn["level"])))
+
+
+def _said(who: str, text: str, style: str) -> Text:
+    """Return who says a text, and its first lines."""
+    text = printable(text).strip()
+    kept = "\n".join(text.splitlines()[:_LINES])[:_CHARACTERS]
+    more = f" [... {len(text) - len(kept):,} more characters]" if len(kept) < len(text) else ""
+    return Text.assemble(f"  {printable(who)}: ", (kept.replace("\n", "\n      "), style), more)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="verl-atropos inspect", description="Print one trajectory of a step.")
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
@@ -87,7 +131,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group", type=int, default=0, help="its place in the batch")
     parser.add_argument("--sequence", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="also one line per token")
+    parser.add_argument(
+        "--sessions", action="store_true", help=f"list the newest {_SESSIONS} sessions of agents instead"
+    )
+    parser.add_argument("--session", metavar="ID", help="or print one of them, turn by turn")
     given = parser.parse_args(argv)
-    with one_line_errors(OmegaConfBaseException, OSError):
-        show(find_run(given.run), given.step, given.group, given.sequence, given.table, Console(highlight=False))
+    console = Console(highlight=False)
+    with one_line_errors(OmegaConfBaseException, OSError, sqlite3.Error):
+        files = find_run(given.run)
+        if given.sessions:
+            list_sessions(files, console)
+        elif given.session is not None:
+            show_session(files, given.session, console)
+        else:
+            show(files, given.step, given.group, given.sequence, given.table, console)
     return 0

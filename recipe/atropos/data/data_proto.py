@@ -53,8 +53,9 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     and with these (B,) arrays: objects ``uid``, ``env_id``, ``env_name``, ``policy_version_min``,
     ``policy_version_max`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow`` of the row's
-    group); float ``raw_score`` (the environment's own score, equal to the score unless a reward bridge shaped it); bool
-    ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``, ``zero_advantage``.
+    group), ``trajectory`` and ``dropped_trajectories``; float ``raw_score`` (the environment's own score, equal to the
+    score unless a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``,
+    ``has_teacher``, ``zero_advantage``.
 
     Raises:
         ValueError: there are no rows other than padding.
@@ -141,6 +142,8 @@ def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
         "policy_version_max": _objects([newest for _, newest in versions]),
         "sampling": _objects(column("sampling")),
         "dropped": _objects(column("dropped", ())),
+        "trajectory": _objects(column("trajectory")),
+        "dropped_trajectories": _objects(column("dropped_trajectories", ())),
         "raw_score": np.array(raw_scores),
         "is_padding": np.array([row is None for row in rows]),
         "has_log_probs": np.array([values is not None for values in column("log_probs")]),

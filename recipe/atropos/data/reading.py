@@ -10,6 +10,7 @@ Guarantees:
 - A malformed group is refused as a whole, named and counted; a row that cannot be trained on is dropped and counted.
   Nothing is repaired by guessing, and nothing is left out without being counted.
 - Each row of a group carries the scores of the rows dropped from the group, since a baseline covers all scored rows.
+- Rows of one trajectory all have advantages of the environment, or none has.
 
 A missing or positive logprob (environments write 1.0 for a missing one) only leaves its row without logprobs. A NaN
 or infinite logprob comes from a broken engine, so its group is refused, even if another logprob of the row is
@@ -37,7 +38,14 @@ from recipe.atropos.data.rows import (
     environment_name,
 )
 from recipe.atropos.data.sampling import Sampled, SamplingParams
-from recipe.atropos.data.scored_group import FLOATS, Group, ScoredGroup, require_count, require_finite
+from recipe.atropos.data.scored_group import (
+    FLOATS,
+    Group,
+    ScoredGroup,
+    require_count,
+    require_finite,
+    trajectory_numbers,
+)
 from recipe.atropos.data.teacher import TOP_K_FIELDS, teacher_top_k
 from recipe.atropos.errors import ConfigurationError
 
@@ -85,8 +93,10 @@ def read_groups(
         where = f"group {index} of env {name or ('unknown' if env_id is None else env_id)}"
         environment = environment_name(name, env_id)
         report.group_sizes.append(size)
+        report.received += size
         try:
             whole = group if isinstance(group, ScoredGroup) else ScoredGroup.from_mapping(group)
+            report.group_sizes[-1] = whole.trajectories
             found, dropped, events = _read_group(_columns(whole, where, limits), str(index), versions)
         except RefusedGroup as refused:
             report.drop(environment, refused.reason, size)
@@ -144,6 +154,10 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
     for i, values in enumerate(floats["advantages"]):
         if values is not None:
             require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
+    numbers = trajectory_numbers(group.field("group_overrides") or {}, sequences)
+    given = {(number, values is None) for number, values in zip(numbers, floats["advantages"], strict=True)}
+    if len(given) > len(set(numbers)):
+        raise RefusedGroup(Reason.MALFORMED, "some rows of a trajectory have advantages, others have none")
     lists = {name: group.field(name) or [] for name in ("overrides", *(TOP_K_FIELDS if limits.read_teacher else ()))}
     for name, values in lists.items():
         if values:
@@ -177,7 +191,14 @@ def _read_group(
     events: Counter[str] = Counter()
     found = [_read_row(group, i, uid, versions, events) for i in range(len(group.tokens))]
     dropped = [row for row in found if isinstance(row, DroppedRow)]
-    return [replace(row, dropped=tuple(dropped)) for row in found if isinstance(row, Row)], dropped, events
+    numbers = _over_sequences(group, "trajectory") or [None] * len(found)
+    lost = tuple(n for n, row in zip(numbers, found, strict=True) if isinstance(row, DroppedRow))
+    rows = [
+        replace(row, dropped=tuple(dropped), trajectory=n, dropped_trajectories=lost)
+        for n, row in zip(numbers, found, strict=True)
+        if isinstance(row, Row)
+    ]
+    return rows, dropped, events
 
 
 def _read_row(

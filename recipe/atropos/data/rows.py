@@ -80,23 +80,19 @@ class VersionLimits:
 class ConversionReport:
     """What happened to a batch's sequences.
 
-    ``group_sizes`` holds the number of sequences that each group was sent with. ``dropped`` counts the sequences left
-    out of the batch, by reason; ``events`` counts rows in it: response_truncated, no_logprobs, own_advantages,
-    teacher, zero_advantage. ``messages`` are human-readable.
+    ``group_sizes`` holds the number of trajectories that each group was sent with, ``received`` counts the sequences.
+    ``dropped`` counts the sequences left out of the batch, by reason; ``events`` counts rows in it: response_truncated,
+    no_logprobs, own_advantages, teacher, zero_advantage. ``messages`` are human-readable.
     """
 
     group_sizes: list[int] = field(default_factory=list)
+    received: int = 0
     rows: int = 0
     padding_rows: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     dropped_by_environment: dict[str, Counter[str]] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
     messages: list[str] = field(default_factory=list)
-
-    @property
-    def received(self) -> int:
-        """Number of sequences received."""
-        return sum(self.group_sizes)
 
     def drop(self, environment: str, reason: str, sequences: int) -> None:
         """Count dropped sequences of a group; ``environment`` is its ``environment_name``."""
@@ -136,6 +132,9 @@ class Row:
     tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None if none did.
     ``sampling`` holds the distinct parameters that its trained tokens were sampled with, None if unknown.
     ``dropped`` holds the rows that were dropped from the same group.
+
+    Rows of a group with the same number ``trajectory`` are of one trajectory; None if the row is a trajectory of its
+    own. ``dropped_trajectories`` are the numbers of the dropped ones.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -155,6 +154,8 @@ class Row:
     teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on
     zero_advantage: bool = False
     dropped: tuple[DroppedRow, ...] = ()
+    trajectory: int | None = None
+    dropped_trajectories: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.prompt) >= 1 and self.mask.any(), "a row has a prompt and at least one trained token"

@@ -73,8 +73,6 @@ class SamplingParams:
             name: int(given.pop(name)) if name in ("top_k", "min_new_tokens") else float(given.pop(name))
             for name in _NUMBERS & given.keys()
         }
-        if values.get("top_k", 0) >= _TOP_K_ALL:
-            del values["top_k"]
         return cls(
             **values,
             logit_bias=tuple(sorted((int(token), float(value)) for token, value in dict(bias).items())),
@@ -135,7 +133,7 @@ class SamplingParams:
     @property
     def truncated(self) -> bool:
         """Whether sampling excluded tokens that the reported logprobs still include; greedy sampling counts."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.temperature < _GREEDY
+        return self.top_p < 1 or 0 < self.top_k < _TOP_K_ALL or self.min_p > 0 or self.temperature < _GREEDY
 
     @property
     def penalized(self) -> bool:

@@ -17,6 +17,9 @@ logprob; the trainer decides. The other fields (``FIELDS``) are JSON; unknown on
 A record is ``ATG1``, the header's length (uint32), the header and the buffers, each padded to 8 bytes; all numbers are
 little-endian. The header names each buffer's dtype, one of ``_STORED``; its length follows from ``sequences`` or
 ``tokens``.
+
+Sequences are rows of one trajectory if they have the same number in ``group_overrides["trajectory"]``, a list over
+sequences; without it, each is a trajectory of its own. A group's size is its number of trajectories.
 """
 
 import json
@@ -150,9 +153,16 @@ class ScoredGroup:
             self.by_sequence(name)
         elif name == "overrides":
             _require_mappings(name, value)
+        elif name == "group_overrides":
+            _require_trajectories(value, self.scores.tolist())
         elif name == "messages":
             for i, conversation in enumerate(value):
                 _require_mappings(f"messages[{i}]", conversation, _OF_A_MESSAGE)
+
+    @property
+    def trajectories(self) -> int:
+        """The group's size: its number of trajectories."""
+        return len(set(trajectory_numbers(self.field("group_overrides") or {}, len(self.lengths))))
 
     @property
     def irregular(self) -> tuple[str, ...]:
@@ -319,6 +329,32 @@ def _require_mappings(name: str, values: Any, keys: frozenset[str] = frozenset()
         if not isinstance(value, dict) or not keys <= value.keys():
             lacking = f" with {' and '.join(sorted(keys))}" if keys else ""
             raise RefusedGroup(Reason.MALFORMED, f"{name}[{i}] is {str(value)[:80]}, not a mapping{lacking}")
+
+
+def trajectory_numbers(group_overrides: Mapping[str, Any], sequences: int) -> list[int]:
+    """Return the number of each sequence's trajectory in a group."""
+    return group_overrides.get("trajectory") or list(range(sequences))
+
+
+def _require_trajectories(overrides: Mapping[str, Any], scores: Sequence[float]) -> None:
+    """Refuse ``trajectory`` if it is not a whole number for each sequence, or rows of one have unequal scores."""
+    numbers, raw = overrides.get("trajectory"), overrides.get("raw_scores")
+    if numbers is None:
+        return
+    if not isinstance(numbers, list) or len(numbers) != len(scores) or any(type(n) is not int for n in numbers):
+        raise RefusedGroup(
+            Reason.MALFORMED,
+            f"trajectory is {str(numbers)[:80]}, not a whole number for each of {len(scores)} sequences",
+        )
+    first: dict[int, int] = {}
+    for name, values in (("scores", scores), ("raw_scores", raw)):
+        for i, number in enumerate(numbers if isinstance(values, list) and len(values) == len(numbers) else ()):
+            at = first.setdefault(number, i)
+            if values[at] != values[i]:
+                raise RefusedGroup(
+                    Reason.MALFORMED,
+                    f"trajectory {number} has {name} {str(values[at])[:20]} and {str(values[i])[:20]}; give all one",
+                )
 
 
 def _require_finite_scores(scores: Sequence[Any]) -> None:

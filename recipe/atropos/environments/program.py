@@ -38,14 +38,15 @@ from pydantic import Field
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
-from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.sessions.client import Opened, SessionClient
+from recipe.atropos.errors import AtroposError, ConfigurationError
+from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 2  # of a session
+_REPEATS = 2  # of calls at least, and in half of the turns: a session that makes the same call again and again
 _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
 _HELD_OUT = 0.2  # of the items, if no others are given
@@ -61,15 +62,24 @@ class ProgramEnvConfig(ItemsEnvConfig):
     score: str | None = Field(None, description="MODULE:function(item, output) -> reward, for a command")
     items: str | None = Field(None, description="A .jsonl file of training items, or a data set's folder or hub name")
     held_out: str | None = Field(None, description="The same for evaluation; by default a fifth of the items")
-    sessions_url: str | None = Field(None, description="The session server; the launcher gives it")
+    sessions_url: str | None = Field(
+        default_factory=lambda: os.environ.get(SESSIONS_VARIABLE),
+        description="The session server; by default that of $ATROPOS_SESSIONS_URL, which the launcher sets",
+    )
     time_limit: float = Field(600.0, gt=0, description="Seconds that a session may take")
     max_turns: int | None = Field(None, ge=1, description="Replies of a session")
     max_tokens: int | None = Field(None, ge=1, description="Sampled tokens of a session")
-    parallel: int = Field(64, ge=1, description="Sessions that run at once")
+    parallel: int | None = Field(
+        None, ge=1, description="Sessions at once; by default 64, of a command 4 for each core"
+    )
 
 
-class SessionFailed(Exception):
-    """A session without a reward; the message is the cause under which it is counted."""
+class SessionFailed(AtroposError):
+    """A session without a reward; the message is the cause under which it is counted, ``state`` as in ``Outcome``."""
+
+    def __init__(self, cause: str, state: dict[str, Any] | None = None):
+        super().__init__(cause)
+        self.state = state
 
 
 class Outcome(NamedTuple):
@@ -116,7 +126,8 @@ class ProgramEnv(ItemsEnv):
             raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
         await self._sessions.__aenter__()
-        self._slots = asyncio.Semaphore(self.config.parallel)
+        default = 64 if self.config.agent else 4 * (os.cpu_count() or 1)
+        self._slots = asyncio.Semaphore(self.config.parallel or default)
 
     # ------------------------------------------------------------------ groups
 
@@ -125,23 +136,33 @@ class ProgramEnv(ItemsEnv):
         group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
         tries = [self._session(item, sampling, group, seq) for seq in range(self.config.group_size)]
         found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
-        for outcome in found:
-            self.report.observe("turns", outcome.state["turns"])
-            for name in ("sampled", "retries"):
-                self.report.count(f"sessions/{name}", outcome.state[name])
-            for cause, n in outcome.state["forks"].items():
-                self.report.count(f"sessions/forks/{cause}", n)
         return await self._group(found) if found else None, []
 
     async def _session(self, item: Item, sampling: dict[str, Any], group: str, seq: int) -> Outcome | None:
         """Return a session's outcome, None if it failed each time."""
         for _ in range(_TRIES):
             try:
-                return await self._run(item, sampling, group=group, seq=seq)
+                outcome = await self._run(item, sampling, group=group, seq=seq)
             except SessionFailed as failed:
                 self.report.count(f"sessions/failed/{failed}")
+                self._count(failed.state)
+            else:
+                self._count(outcome.state)
+                return outcome
         self.report.count("sessions/left_out")
         return None
+
+    def _count(self, state: dict[str, Any]) -> None:
+        """Count a session that ended, with its reward or without, and what happened in it."""
+        self.report.observe("turns", state["turns"])
+        happened = {name: state[name] for name in ("turns", "sampled", "tool_calls", "retries")} | {
+            "ended": 1,
+            "with_tools": state["tools"],
+            "with_calls": state["tools"] and state["tool_calls"] > 0,
+            "with_repeats": state["repeats"] >= max(_REPEATS, state["turns"] / 2),
+            **{f"forks/{cause}": n for cause, n in state["forks"].items()},
+        }
+        self.report.counts.update({f"sessions/{name}": int(n) for name, n in happened.items() if n})
 
     async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> Outcome:
         config = self.config
@@ -163,28 +184,18 @@ class ProgramEnv(ItemsEnv):
                 await self._fail(opened, str(error) if isinstance(error, SessionFailed) else type(error).__name__)
         state = await self._sessions.end(opened.id, reward=reward, metrics=metrics)
         if not state["turns"]:
-            raise SessionFailed("no_turn")
+            raise SessionFailed("no_turn", state)
         return Outcome(opened, reward, state)
 
     async def _fail(self, opened: Opened, cause: str) -> None:
         """End a session without a reward. Raises SessionFailed with the limit that it reached, else with ``cause``."""
         state = await self._sessions.end(opened.id, end=cause)
-        raise SessionFailed(state["end"])
+        raise SessionFailed(state["end"], state)
 
-    async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup | None:
-        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
-        overrides: dict[str, list] = {"trajectory": [], "sessions": []}
-        for number, outcome in enumerate(outcomes):
-            rows = await self._sessions.rows(outcome.session.id)
-            size = len(rows["tokens"])
-            for name, values in rows.items():
-                (group if name in group else overrides).setdefault(name, []).extend(values)
-            group["scores"] += [outcome.reward] * size
-            overrides["trajectory"] += [number] * size
-            overrides["sessions"] += [outcome.session.id] * size
-        rows_and_name = {"group_size": len(group["tokens"]), "env_name": self.config.wandb_name or self.name}
-        group["group_overrides"] = overrides | rows_and_name
-        return group
+    async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup:
+        rows = [await self._sessions.rows(outcome.session.id) for outcome in outcomes]
+        found = [(one.session.id, one.reward, each) for one, each in zip(outcomes, rows, strict=True)]
+        return ScoredDataGroup(**scored_group(found, self.config.wandb_name or self.name))
 
     # ------------------------------------------------------------------ programs
 
@@ -227,12 +238,22 @@ class ProgramEnv(ItemsEnv):
     # ------------------------------------------------------------------ evaluation
 
     async def eval_item(self, item: Item) -> dict[str, Any]:
-        """Run one session, greedily. A program that fails counts as failed, not as wrong: it raises SessionFailed."""
-        outcome = await self._run(item, SamplingParams(temperature=0.0).request())
+        """Run one session, greedily; without a score if it fails each time, which is not the same as a bad one."""
+        outcome = await self._session(item, SamplingParams(temperature=0.0).request(), uuid.uuid4().hex, 0)
+        if outcome is None:
+            return {"item": item}
         return {"item": item, "score": outcome.reward, "session": outcome.session.id, "turns": outcome.state["turns"]}
 
     def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        return {"eval/reward": sum(sample["score"] for sample in samples) / len(samples)}
+        """Return the mean reward of the sessions that ended with one.
+
+        Raises:
+            SessionFailed: none did.
+        """
+        scores = [sample["score"] for sample in samples if "score" in sample]
+        if not scores:
+            raise SessionFailed(f"all {len(samples)} sessions of the evaluation failed: {self.report}")
+        return {"eval/reward": sum(scores) / len(scores), "eval/failed": len(samples) - len(scores)}
 
 
 def read_reward(result: Any) -> tuple[float, dict[str, float]]:

@@ -36,6 +36,7 @@ from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all
 from recipe.atropos.inference.join_commands import adapter_flags, policy_settings
 from recipe.atropos.launcher.services import RestartPolicy, Run
+from recipe.atropos.sessions.client import SESSIONS_VARIABLE
 from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
@@ -164,8 +165,7 @@ def environment_command(
     }
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
-    if spec.program:
-        known |= spec.program | {"env.sessions_url": run.sessions_url}
+    known |= spec.program
     if subcommand == "serve":
         known["slurm"] = False
     given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
@@ -195,13 +195,16 @@ def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables with the environments' key, and with the flags that are secret, for the adapter.
+    """Return environment variables with the environments' key, the address of the session server, if there is one, and
+    the flags that are secret, for the adapter.
 
     An interpreter of its own also gets a folder with the recipe alone on PYTHONPATH, before the launcher's.
     """
     key = run.environments_key
     flags = split_secret_flags({"openai.api_key": key, **_own_flags(spec)})[1]
     variables = {API_KEY_VARIABLE: key} | secret_variables(options(flags))
+    if run.sessions_url is not None:
+        variables[SESSIONS_VARIABLE] = run.sessions_url
     if spec.python is not None:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [_recipe_alone(), os.environ.get("PYTHONPATH")]))
     return variables

@@ -49,7 +49,7 @@ async def launch(run: Run) -> None:
     try:
         api = start_api(run)
         inference = start_inference(run)
-        start_sessions(run, inference)
+        start_sessions(run, inference, api)
         evaluations = Evaluations(run, inference)
         console.print(
             f"[bold]sglang[/]  starting {run.config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "

@@ -9,35 +9,39 @@ import aiohttp
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.utils.hosts import reachable
-from recipe.atropos.utils.process import free_port, wait_until_healthy
+from recipe.atropos.utils.process import Service, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import reserve
 
 _START_SECONDS = 120.0  # for the tokenizer to load
 
 
-def start_sessions(run: Run, inference: Inference) -> None:
+def start_sessions(run: Run, inference: Inference, api: Service) -> None:
     """Start the session server, without waiting for it, if something uses it."""
-    config, wanted = run.config.inference, run.config.sessions.enabled
-    if not (any(spec.program for spec in run.plan.specs.values()) if wanted is None else wanted):
+    config, command = run.config.inference, session_command(run, inference, api.url)
+    if command is None:
         return
-    port = run.config.sessions.port or free_port(config.host)
-    run.sessions_url = f"http://{reachable(config.host)}:{port}"
-    run.reserved["sessions"] = reserve(config.host, port, "sessions.port")
-    key = {API_KEY_VARIABLE: run.environments_key}
-    start = partial(run.start, "sessions", session_command(run, inference), url=run.sessions_url, **key)
+    run.reserved["sessions"] = reserve(config.host, urlsplit(run.sessions_url).port, "sessions.port")
+    start = partial(run.start, "sessions", command, url=run.sessions_url, **{API_KEY_VARIABLE: run.environments_key})
     run.restart_policies["sessions"] = RestartPolicy(
         start, config.max_restarts, kind="sessions", recovers=lambda status: status < 0
     )
     start()
 
 
-def session_command(run: Run, inference: Inference) -> list[str]:
-    sessions, model = run.config.sessions, run.config.actor_rollout_ref.model.path
+def session_command(run: Run, inference: Inference, api_url: str) -> list[str] | None:
+    """Return the session server's command, None if nothing uses one; its address is ``run.sessions_url`` then."""
+    sessions, model, host = run.config.sessions, run.config.actor_rollout_ref.model.path, run.config.inference.host
+    used = any(spec.program for spec in run.plan.specs.values()) if sessions.enabled is None else sessions.enabled
+    if not used:
+        return None
+    port = sessions.port or free_port(host)
+    run.sessions_url = f"http://{reachable(host)}:{port}"
     options = {
-        "host": run.config.inference.host,
-        "port": urlsplit(run.sessions_url).port,
+        "host": host,
+        "port": port,
         "gateway": inference.gateway,
+        "api": api_url,
         "tokenizer": model,
         "model": model,
         "data": run.files.sessions,

@@ -140,6 +140,7 @@ def given_ports(config: DictConfig) -> dict[str, int]:
     """Return all ports that the configuration sets, by what they are for."""
     inference = config.inference
     ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
+    ports["sessions.port"] = config.sessions.port
     if inference.port is not None:
         ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers or 1)}
     return {key: port for key, port in ports.items() if port is not None}

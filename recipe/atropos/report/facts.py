@@ -3,6 +3,7 @@
 import functools
 import statistics
 import time
+from collections import Counter
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -103,6 +104,25 @@ def _reason(where: str, outcome: str, count: int, share: float) -> dict[str, Any
     name = outcome.rpartition("/")[2]
     meaning = f"the environment's code raised {name}" if outcome.startswith("failed/") else _MEANINGS.get(name, "")
     return {"where": where, "reason": outcome, "meaning": meaning, "count": count, "share": share}
+
+
+def sessions(history: History) -> list[list[Any]]:
+    """Return, for each environment with sessions, its name and the numbers of those that ended, that failed by cause,
+    and that were left out, of forks by cause, retries, and turns with calls, and the turns per session.
+    """
+    return [
+        [
+            *(name, n["ended"], _by_cause(n, "failed/"), n["left_out"], _by_cause(n, "forks/"), n["retries"]),
+            *(n["tool_calls"], n["turns"] / n["ended"]),
+        ]
+        for name in history.reports
+        if (n := history.session_totals(name))["ended"]
+    ]
+
+
+def _by_cause(counts: Counter[str], prefix: str) -> str:
+    found = [(name.removeprefix(prefix), n) for name, n in counts.most_common() if name.startswith(prefix) and n]
+    return ", ".join(f"{name} {n:,}" for name, n in found) or "0"
 
 
 def configuration(history: History) -> list[list[Any]]:

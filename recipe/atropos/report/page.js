@@ -102,6 +102,15 @@ function droppedSection() {
     rows.length ? table(head, rows, [head.length - 2, head.length - 1]) : el("p", {}, "Nothing was recorded."));
 }
 
+function sessionSection() {
+  if (!RUNS.some(({ sessions }) => sessions.rows.length || sessions.newest.length || sessions.note)) return null;
+  const rows = RUNS.flatMap((run) => run.sessions.rows.map((row) => [...(TWO ? [run.name] : []), ...row.map(number)]));
+  const head = [...(TWO ? ["run"] : []), "environment", "sessions", "failed", "left out", "begun anew", "retries", "turns with calls", "turns per session"];
+  return section("sessions", "Sessions of agents", "One run of a program is a session. One that fails is repeated once, then left out; a history that cannot go on exactly begins anew, and the session has another row. Below, the newest session of each environment.",
+    rows.length && table(head, rows, [head.length - 7, head.length - 5, head.length - 3, head.length - 2, head.length - 1]),
+    perRun(({ sessions }) => [sessions.note && el("p", {}, sessions.note), ...sessions.newest.map(sessionCard)]));
+}
+
 function sampleSection() {
   const body = el("div", {});
   const show = (run) => body.replaceChildren(...[sampleBrowser(run.samples),
@@ -148,6 +157,7 @@ function versionSection() {
 
 const TERMS = {
   "step": "One update of the policy, on one batch of groups.",
+  "session": "One run of a program that calls the policy; its turns are the policy's replies.",
   "item, group, row": "An item is one task of the environment. Its several answers are a group; one answer is a row.",
   "score": "What the environment gives an answer. Advantages compare the scores of a group.",
   "advantage": "How much better than its group an answer (or token) was; it raises or lowers its probability.",
@@ -169,7 +179,7 @@ function termSection() {
 document.getElementById("names").textContent = NAMES.join(" and ");
 document.getElementById("states").textContent = `${RUNS.map((run) => (TWO ? `${run.name} ${run.state}` : run.state)).join(", ")}; written ${DATA.written}`;
 const content = document.getElementById("content");
-const later = [curveSection(), phaseSection(), distributionSection(), droppedSection(), sampleSection(), configurationSection(), versionSection(), termSection()];
+const later = [curveSection(), phaseSection(), distributionSection(), droppedSection(), sessionSection(), sampleSection(), configurationSection(), versionSection(), termSection()].filter(Boolean);
 content.append(verdictSection(), ...later);
 content.insertBefore(alarmSection(), later[0]); // last, because it links to what is there
 document.getElementById("sections").append(...[...content.children].map((each) =>

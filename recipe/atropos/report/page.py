@@ -76,6 +76,7 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
     alarms = all_alarms(history)
     rollouts = samples.rollouts_of(history)
     versions, recorded = facts.versions(history)
+    newest, note = samples.sessions(history)
     return {
         "name": history.name,
         "state": facts.state(history),
@@ -89,6 +90,7 @@ def describe(history: History, tokens: bool = True) -> dict[str, Any]:
         "staleness": curves.staleness_histogram(history),
         "lengths": curves.length_histogram(rollouts),
         "dropped": facts.dropped(history),
+        "sessions": {"rows": facts.sessions(history), "newest": newest, "note": note},
         "samples": samples.samples(history, rollouts, tokens),
         "items": samples.items(history, rollouts),
         "configuration": facts.configuration(history),

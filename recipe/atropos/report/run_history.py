@@ -92,6 +92,11 @@ class History:
         """Return what became of an environment's items over all its processes, by outcome."""
         return sum((each.counts for each in self.outcomes[name]), Counter())
 
+    def session_totals(self, name: str) -> Counter[str]:
+        """Return the counts of an environment's sessions over all its processes, by name."""
+        totals = sum((Counter(added) for _, added in _added(self.reports[name])), Counter())
+        return Counter({key.removeprefix("sessions/"): n for key, n in totals.items() if key.startswith("sessions/")})
+
 
 def read_history(folder: str | Path) -> History:
     """Read a run's folder, also while the run goes on.
@@ -140,8 +145,8 @@ def _who_runs(run: RunDir) -> tuple[bool, str | None]:
     return (True, holder.host) if read_json(run.services) != {} else (False, None)
 
 
-def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:
-    """Yield what each line adds to the one before; counts begin at 0 when a process of the environment starts."""
+def _added(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], dict[str, int]]]:
+    """Yield what each line adds to the counts before; they begin at 0 when a process of the environment starts."""
     before: Mapping[str, int] = {}
     for line in lines:
         if "counts" not in line:
@@ -150,8 +155,13 @@ def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:
         counts = line["counts"]
         if any(counts.get(name, 0) < n for name, n in before.items()):
             before = {}
-        added = {name: n - before.get(name, 0) for name, n in counts.items()}
+        yield line, {name: n - before.get(name, 0) for name, n in counts.items()}
         before = counts
+
+
+def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:
+    """Yield what became of the items since the line before; lines without a new item are left out."""
+    for line, added in _added(lines):
         named = {name: n for name, n in added.items() if name.startswith(OUTCOMES) and n > 0}
         if sent := added.get("groups_sent", 0) + added.get("groups_written", 0):
             named[SENT] = sent

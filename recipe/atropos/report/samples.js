@@ -110,6 +110,21 @@ function sampleBrowser({ prompts, rows, note }) {
     el("p", { class: "about" }, range + (withTokens ? legend : note)), count, list, more];
 }
 
+function sessionTurn(turn) {
+  const after = turn.parent !== null ? ` after ${turn.parent}` : turn.number ? `, begins anew: ${turn.begins}` : "";
+  const say = (kind) => ([who, text]) => el("pre", { class: who === "thinking" ? "thinking" : kind }, el("b", {}, `${who}: `), text);
+  return el("details", { class: "turn", open: true, style: `--level: ${turn.level}` },
+    el("summary", {}, `turn ${turn.number}${after}`, el("span", { class: "at" }, `${turn.tokens} tokens, ${versions(turn.versions || [null, null])}, row ${turn.row}`)),
+    turn.added.map(say("prompt")), turn.reply.map(say("reply")));
+}
+
+function sessionCard({ session, environment, item, end, turns: all, turns_shown: turns }) {
+  const left = all - turns.length;
+  return el("details", { class: "item" }, el("summary", {}, el("b", {}, environment), " ", el("span", { class: "badge" }, end), ` ${all} turns, session ${session}`),
+    el("p", { class: "about" }, `item ${item}`), turns.map(sessionTurn),
+    left > 0 && el("p", { class: "about" }, `${left} more turns: python -m recipe.atropos inspect RUN --session ${session}`));
+}
+
 function itemList(items) {
   const badge = (score) => el("span", { class: "badge" }, number(score));
   return items.map((item) => {

@@ -29,6 +29,9 @@ TOKENS = 24_000  # in all
 TOKENS_OF_A_ROW = 2_000
 ITEMS = 24
 _ANSWERS = 12  # of an item
+SESSIONS = 256  # that are looked at, for the newest of each environment
+TURNS = 24  # of a session
+PARTS = 8  # of what a turn adds, as many of its reply
 _LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos report RUN writes this page with them."
 
 
@@ -114,6 +117,40 @@ def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tup
     except Exception as error:
         logger.debug("no tokens", exc_info=True)
         return {}, f"Tokens are not shown: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def sessions(history: History) -> tuple[list[dict[str, Any]], str]:
+    """Return the session of each environment that was opened last, of those that have ended, and why there are none,
+    or ''. Each is what ``session_view`` says about it, with its first turns as ``turns_shown``.
+
+    Whatever is the matter with the file, the page is written.
+    """
+    if not history.run.sessions.exists():
+        return [], ""
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        # imported here: what reads and writes chats takes seconds
+        from recipe.atropos.report.session_view import about, read_sessions, turns_of
+
+        for session in read_sessions(history.run, SESSIONS):
+            if session.state.end is not None and session.state.env not in found:
+                turns = [turn | _short(turn) for turn in itertools.islice(turns_of(session), TURNS)]
+                found[session.state.env] = about(session) | {"turns_shown": turns}
+    except Exception as error:
+        return [], f"Sessions are not shown: {error}"
+    return [*found.values()], ""
+
+
+def _short(turn: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
+    """Return what a turn added, and its reply: the last parts, shortened."""
+    return {
+        name: [("left out", f"{len(turn[name]) - PARTS} before")] * (len(turn[name]) > PARTS)
+        + [(who, shortened(text, CHARACTERS // 3)) for who, text in turn[name][-PARTS:]]
+        for name in ("added", "reply")
+    }
 
 
 # ---------------------------------------------------------------- items

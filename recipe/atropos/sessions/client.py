@@ -1,5 +1,6 @@
 """Client of the session server, for environments: open a session, end it, read its rows."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import aiohttp
@@ -9,6 +10,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.sockets import OwnServers
 
+SESSIONS_VARIABLE = "ATROPOS_SESSIONS_URL"  # the session server's address, which the launcher sets for environments
 _RETRY_SECONDS = 0.5
 
 
@@ -22,6 +24,21 @@ class Opened(NamedTuple):
     id: str
     base_url: str
     api_key: str
+
+
+def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str) -> dict[str, Any]:
+    """Return the scored group of sessions, given as (id, reward, rows); their rows are of one trajectory each."""
+    group: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
+    overrides: dict[str, Any] = {"trajectory": [], "sessions": []}
+    for number, (session, reward, rows) in enumerate(outcomes):
+        size = len(rows["tokens"])
+        for name, values in rows.items():
+            (group if name in group else overrides).setdefault(name, []).extend(values)
+        group["scores"] += [reward] * size
+        overrides["trajectory"] += [number] * size
+        overrides["sessions"] += [session] * size
+    group["group_overrides"] = overrides | {"group_size": len(outcomes), "env_name": env}
+    return group
 
 
 class SessionClient:

@@ -10,11 +10,12 @@ given a session's key and this address speaks OpenAI's or Anthropic's API, and k
 - What is sampled is recorded before it is answered, also when the client has left; see ``session``.
 
 The endpoints of the environments: ``POST /sessions``, ``GET /sessions/ID``, ``GET /sessions/ID/rows``,
-``POST /sessions/ID/reward``.
+``POST /sessions/ID/reward``, and ``POST /groups`` (see ``groups``), which needs the Trajectory API.
 """
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -32,13 +33,16 @@ import orjson
 from aiohttp import hdrs, web
 from transformers import AutoTokenizer
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
 from recipe.atropos.sessions.dialects import DIALECTS, anthropic
+from recipe.atropos.sessions.groups import GroupRequest, Groups
 from recipe.atropos.sessions.messages import Asked, RequestError, Strict
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.session import Exchange, Limits, Session, State
 from recipe.atropos.sessions.store import Store
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import inherited_socket
 
@@ -76,11 +80,20 @@ class Ended(Strict):
 
 
 class SessionServer:
-    """Request handlers over the sessions of a run. ``key`` is the environments'."""
+    """Request handlers over a run's sessions. ``key`` is the environments'; without ``api`` there are no groups."""
 
-    def __init__(self, store: Store, rendering: Rendering, client: SGLangClient, key: str, model: str):
+    def __init__(
+        self,
+        store: Store,
+        rendering: Rendering,
+        client: SGLangClient,
+        key: str,
+        model: str,
+        api: TrajectoryApiClient | None = None,
+    ):
         self.store, self.rendering, self.client, self.model = store, rendering, client, model
-        self._key = key
+        self._key, self._api = key, api
+        self._groups = None if api is None else Groups(store, api, self._open, self._loaded, self._forget)
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -88,6 +101,7 @@ class SessionServer:
         app = web.Application(client_max_size=_BODY_BYTES, middlewares=[self._errors])
         app.router.add_get("/health", self.health)
         app.router.add_post("/sessions", self._of_environments(self.open))
+        app.router.add_post("/groups", self._of_environments(self.open_group))
         app.router.add_get("/sessions/{id}", self._of_environments(self.describe))
         app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
         app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
@@ -101,10 +115,13 @@ class SessionServer:
         return app
 
     async def _run(self, app: web.Application) -> Any:
-        async with self.client:
+        async with self.client, self._api or contextlib.nullcontext():
+            if self._groups is not None:
+                self._tasks.add(asyncio.create_task(self._groups.run()))
             yield
             for task in self._tasks:
                 task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         self.store.close()
 
     # ------------------------------------------------------------------ who asks
@@ -142,6 +159,8 @@ class SessionServer:
             return await handler(request)
         except RequestError as error:
             return _json(dialect.error(error.status, str(error), error.kind), error.status)
+        except TrajectoryApiError as error:
+            return _json(dialect.error(502, str(error), "api_error"), 502)
         except InferenceError as error:
             status = error.status if error.status in (400, 503) else 502
             return _json(dialect.error(status, str(error), "api_error"), status)
@@ -153,11 +172,25 @@ class SessionServer:
 
     async def open(self, request: web.Request) -> web.Response:
         asked = _decoded(await request.read(), Opened)
-        state = State(id=secrets.token_hex(12), created=time.time(), **msgspec.structs.asdict(asked))
-        session = Session(state, self.store)
+        return _json(self._access(request, self._open(**msgspec.structs.asdict(asked))))
+
+    def _open(self, **fields: Any) -> Session:
+        session = Session(State(id=secrets.token_hex(12), created=time.time(), **fields), self.store)
         session.save()
-        self._sessions[state.id] = session
-        return _json({"id": state.id, "base_url": _base_url(request), "api_key": session_key(state.id, self._key)})
+        self._sessions[session.state.id] = session
+        return session
+
+    def _access(self, request: web.Request, session: Session) -> dict[str, str]:
+        """Return what a program needs of a session."""
+        identifier, url = session.state.id, f"{request.scheme}://{request.host}"
+        return {"id": identifier, "base_url": url, "api_key": session_key(identifier, self._key)}
+
+    async def open_group(self, request: web.Request) -> web.Response:
+        if self._groups is None:
+            raise RequestError("this session server has no Trajectory API: start it with --api", 404, "not_found_error")
+        sessions = await self._groups.open(_decoded(await request.read(), GroupRequest))
+        opened = [self._access(request, session) for session in sessions]
+        return _json({"id": sessions[0].state.group, "sessions": opened})
 
     async def describe(self, request: web.Request) -> web.Response:
         session = self._loaded(request.match_info["id"])
@@ -173,10 +206,18 @@ class SessionServer:
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
         result = msgspec.structs.asdict(ended) | {"end": end}
         session.finish(**result)
+        session.cancel()
         answer = msgspec.to_builtins(session.state) | session.summary()
-        if not any(exchange.open for known in session.exchanges.values() for exchange in known):
-            self._sessions.pop(session.state.id, None)  # what is asked later is loaded again
+        if self._groups is not None and (again := self._groups.ended(session)) is not None:
+            answer["again"] = self._access(request, again)
+        if session.state.group is None or self._groups is None:
+            self._forget(session)
         return _json(answer)
+
+    def _forget(self, session: Session) -> None:
+        """Free the memory of a session that has ended; what is asked later is loaded again."""
+        if not any(exchange.open for known in session.exchanges.values() for exchange in known):
+            self._sessions.pop(session.state.id, None)
 
     # ------------------------------------------------------------------ programs
 
@@ -219,8 +260,13 @@ class SessionServer:
                 raise
             exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
             self._tasks.add(exchange.task)
-            exchange.task.add_done_callback(self._tasks.discard)
+            exchange.task.add_done_callback(self._sampled)
         return exchange
+
+    def _sampled(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AtroposError):
+            logger.error("a request failed", exc_info=error)  # its client may have left
 
     async def _sample(self, session: Session, asked: Asked, digest: bytes, exchange: Exchange) -> None:
         try:
@@ -240,7 +286,8 @@ class SessionServer:
 
     async def _reply(self, session: Session, exchange: Exchange) -> Any:
         if exchange.number is None:
-            await asyncio.shield(exchange.task)
+            await asyncio.wait([exchange.task])
+            exchange.raise_failure()
         return session.recorded(exchange.number)
 
     async def _stream(
@@ -253,7 +300,7 @@ class SessionServer:
             while exchange.number is None:
                 await asyncio.wait([exchange.task], timeout=_KEEP_ALIVE)
                 if exchange.task.done():
-                    exchange.task.result()
+                    exchange.raise_failure()
                 else:
                     await response.write(dialect.KEEP_ALIVE)
             for event in dialect.events(asked, session.recorded(exchange.number)):
@@ -276,10 +323,6 @@ def _dialect_of(path: str) -> ModuleType:
 
 def _given_key(request: web.Request) -> str:
     return request.headers.get("x-api-key") or request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
-
-
-def _base_url(request: web.Request) -> str:
-    return f"{request.scheme}://{request.host}"
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -311,6 +354,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--gateway", required=True, help="URL of the gateway, without /v1")
+    parser.add_argument("--api", help="URL of the Trajectory API, for groups")
     parser.add_argument("--tokenizer", required=True, help="the policy's: a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the database, which is made if it is missing")
     parser.add_argument("--model", default="policy", help="its name in answers")
@@ -324,7 +368,8 @@ def main(argv: list[str] | None = None) -> None:
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
     client = SGLangClient(options.gateway, key, own=True)
-    server = SessionServer(Store(options.data), rendering, client, key, options.model)
+    api = options.api and TrajectoryApiClient(options.api, key)
+    server = SessionServer(Store(options.data), rendering, client, key, options.model, api)
     given = inherited_socket()
     where = {"sock": given} if given else {"host": options.host, "port": options.port}
     web.run_app(

@@ -63,8 +63,10 @@ class State:
 
 
 @dataclass
-class _Record:
-    """A turn as it is stored; ``reply`` without its prompt, which is that of the path."""
+class Record:
+    """A turn as it is stored; ``reply`` without its prompt, which is that of the path; ``messages`` are those before
+    it since its parent's reply.
+    """
 
     parent: int | None
     added: bytes
@@ -75,6 +77,7 @@ class _Record:
     text: str | None
     cause: str | None
     messages: list[Message]
+    tools: bool = False  # whether the request had some
 
 
 @dataclass(eq=False)
@@ -88,6 +91,12 @@ class Exchange:
     open: int = 0
     delivered: bool = False
 
+    def raise_failure(self) -> None:
+        """Raise the error of a task that is done, if it failed; RequestError if it was canceled: the session ended."""
+        if self.task.cancelled():
+            raise RequestError("the session has ended", 403, "permission_error")
+        self.task.result()
+
 
 @dataclass(eq=False)
 class Session:
@@ -97,6 +106,7 @@ class Session:
     store: Store
     tree: Tree = field(default_factory=Tree)
     retries: int = 0
+    tools: bool = False  # whether a request had some
     exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
 
     @classmethod
@@ -151,6 +161,12 @@ class Session:
             self.state = replace(self.state, end=end, **result)
             self.save()
 
+    def cancel(self) -> None:
+        """End the requests that are sampled: their tokens would be in no row that was read."""
+        for exchange in [exchange for known in self.exchanges.values() for exchange in known]:
+            if exchange.task is not None:
+                exchange.task.cancel()
+
     @property
     def forks(self) -> Counter[str]:
         """Number of histories that begin anew, by cause."""
@@ -179,7 +195,7 @@ class Session:
             kind = "calls" if reply.calls else "assistant"
             said += identified([(digest(message), kind)], said[-1].key)
         history = sum(len(turn.said) for turn in parent.path()) if parent else 0
-        record = _Record(
+        record = Record(
             parent and parent.number,
             added.tobytes(),
             msgspec.structs.replace(reply, prompt=[]),
@@ -189,6 +205,7 @@ class Session:
             asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
             cause,
             messages[history:],
+            bool(asked.tools),
         )
         number = len(self.tree.turns)
         self.store.add_turn(self.state.id, number, request, msgspec.msgpack.encode(record))
@@ -207,15 +224,18 @@ class Session:
 
     def recorded(self, number: int) -> Reply:
         """Return the reply of a turn, as it was."""
+        return msgspec.structs.replace(self.record(number).reply, prompt=self.tree.turns[number].prompt().tolist())
+
+    def record(self, number: int) -> Record:
+        """Return a turn as it is stored."""
         [(*_, data)] = self.store.turns(self.state.id, number)
-        return msgspec.structs.replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
+        return _decode(data)
 
     def history(self, turn: Turn) -> list[Message]:
         """Return the messages up to a turn's reply."""
         found: list[Message] = []
         for one in turn.path():
-            [(*_, data)] = self.store.turns(self.state.id, one.number)
-            record = _decode(data)
+            record = self.record(one.number)
             found += [*record.messages, record.reply.message()]
         return found
 
@@ -236,13 +256,17 @@ class Session:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return what happened: numbers of turns, sampled tokens, rows, calls of tools, retries, and forks by cause."""
+        """Return what happened: numbers of turns, sampled tokens, rows, turns that call tools, those that repeat the
+        calls of the turn before, retries, and forks by cause; and whether there were tools.
+        """
         turns = self.tree.turns
         return {
             "turns": len(turns),
             "sampled": self.sampled,
             "rows": sum(not turn.children for turn in turns),
+            "tools": self.tools,
             "tool_calls": sum(bool(turn.said) and turn.said[-1].kind == "calls" for turn in turns),
+            "repeats": sum(turn.repeats for turn in turns),
             "retries": self.retries,
             "forks": dict(self.forks),
         }
@@ -347,7 +371,7 @@ class Session:
             versions=spans,
         )
 
-    def _add(self, record: _Record, number: int) -> None:
+    def _add(self, record: Record, number: int) -> None:
         turn = Turn(
             number,
             record.reply.id,
@@ -363,6 +387,7 @@ class Session:
             record.cause,
         )
         self.tree.add(turn)
+        self.tools |= record.tools
 
 
-_decode = msgspec.msgpack.Decoder(_Record).decode
+_decode = msgspec.msgpack.Decoder(Record).decode

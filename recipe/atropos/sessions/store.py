@@ -13,6 +13,7 @@ from recipe.atropos.errors import AtroposError
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, state BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session TEXT, number INTEGER, request BLOB, delivered INTEGER, record BLOB, crc INTEGER,
     PRIMARY KEY (session, number)
@@ -28,14 +29,18 @@ class DamagedTurn(AtroposError, RuntimeError):
 
 
 class Store:
-    """The open database; used by one process."""
+    """The open database; one process writes it. ``read_only``: it is there, and its server may run meanwhile."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, read_only: bool = False):
         self.path = path
-        self._database = sqlite3.connect(path, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode=WAL")
-        self._database.execute("PRAGMA synchronous=NORMAL")
-        self._database.executescript(_TABLES)
+        # without a log nobody has it open, and its folder may be one that cannot be written
+        mode = "?mode=ro" if path.with_name(f"{path.name}-wal").exists() else "?immutable=1"
+        uri = path.absolute().as_uri() + mode * read_only
+        self._database = sqlite3.connect(uri, uri=True, isolation_level=None)
+        if not read_only:
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.executescript(_TABLES)
 
     def close(self) -> None:
         self._database.close()
@@ -52,6 +57,21 @@ class Store:
     def session(self, session: str) -> bytes | None:
         found = self._database.execute("SELECT state FROM sessions WHERE id = ?", (session,)).fetchone()
         return found and found[0]
+
+    def put_group(self, group: str, state: bytes) -> None:
+        """Store a group that is not posted yet."""
+        self._database.execute("INSERT OR REPLACE INTO groups VALUES (?, ?)", (group, state))
+
+    def remove_group(self, group: str) -> None:
+        self._database.execute("DELETE FROM groups WHERE id = ?", (group,))
+
+    def groups(self) -> list[bytes]:
+        return [state for (state,) in self._database.execute("SELECT state FROM groups ORDER BY id")]
+
+    def newest(self, limit: int) -> list[str]:
+        """Return the ids of the sessions that were opened last, the newest first."""
+        query = "SELECT id FROM sessions ORDER BY number DESC LIMIT ?"
+        return [session for (session,) in self._database.execute(query, (limit,))]
 
     def add_turn(self, session: str, number: int, request: bytes, record: bytes) -> None:
         row = (session, number, request, record, zlib.crc32(record))

@@ -71,6 +71,13 @@ class Turn:
         """Return prompt and reply, (length,) int32."""
         return np.concatenate([part for turn in self.path() for part in (turn.added, turn.tokens)])
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the reply makes the same calls as the one before in its history, in the same words."""
+        said = (*(self.parent.said[-1:] if self.parent else ()), *self.said)
+        replies = [each for each in said if each.kind in ("assistant", "calls")][-2:]
+        return len(replies) == 2 and replies[1].kind == "calls" and replies[0].digest == replies[1].digest
+
     def prompt(self) -> np.ndarray:
         """Return the ids that the reply was sampled after, (length - n,) int32."""
         return self.ids()[: -len(self.tokens)]

@@ -6,6 +6,7 @@ takes it.
 
 Guarantees:
 
+- A group's size, in sequences, is its number of trajectories (``ScoredGroup.trajectories``), whatever rows each has.
 - **One order** (``order``). Tickets are in the order of their numbers, and batches are that order cut by next fit:
   whole groups while they fit into ``batch_size`` sequences; the first that does not fit begins the next batch. An open
   ticket counts with the size that was asked for, a posted group with its own.

@@ -207,6 +207,10 @@ class TrajectoryApiClient:
             raise
         self._forget(ticket)
 
+    def hold(self, env_id: int, ticket: int) -> None:
+        """Know a ticket that an earlier client of the environment took: ``begin`` releases all others of it."""
+        self._held.setdefault(env_id, set()).add(ticket)
+
     async def release(self, ticket: int, reason: str, detail: str = "") -> None:
         """End a ticket without a group; the reason is counted, and ``/diagnose`` shows the last ``detail``."""
         await self.call("POST", "/release", {"ticket": ticket, "reason": reason, "detail": detail})

@@ -186,7 +186,7 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         if not several and len(groups) != 1:
             raise RequestRefused(422, f"{len(groups)} packed groups: post one here, or any number to /scored_data_list")
         for group in groups:
-            _check_size(service, group.sequences)
+            _check_size(service, group)
         return groups
     except RefusedGroup as error:
         entry = service.queue.tickets.get(ticket) if ticket is not None else None
@@ -199,8 +199,14 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
-def _check_size(service: Service, sequences: int) -> None:
-    batch_size = service.queue.batch_size
+def _check_size(service: Service, group: Parsed) -> None:
+    batch_size, sequences = service.queue.batch_size, group.trajectories
+    if service.queue.exact and group.sequences > sequences:
+        raise RefusedGroup(
+            Reason.DOES_NOT_FILL_BATCH,
+            f"{group.sequences} sequences are rows of {sequences} trajectories: a trainer that does not ask for "
+            "batches by number takes every sequence for a trajectory; post one row of each",
+        )
     if service.queue.takes(sequences):
         return
     if sequences > batch_size:
@@ -234,7 +240,7 @@ async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, k
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     entries = []
     for group in groups:
-        entries.append(Entry(number, group.env_id, group.sequences, group.tokens, service.next_id, due))
+        entries.append(Entry(number, group.env_id, group.trajectories, group.tokens, service.next_id, due))
         service.next_id += 1
     stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:

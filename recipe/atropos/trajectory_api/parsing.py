@@ -25,19 +25,24 @@ _parser = simdjson.Parser()
 
 @dataclass(frozen=True)
 class Parsed:
-    """A checked group to be stored. ``irregular`` names its fields of an unusual shape, which are counted."""
+    """A checked group to be stored. ``irregular`` names its fields of an unusual shape, which are counted.
+
+    Its size is ``trajectories``; ``sequences`` is the number of their rows.
+    """
 
     record: bytes
     env_id: int | None
-    sequences: int
+    trajectories: int
     tokens: int
     irregular: tuple[str, ...] = ()
+    sequences: int = 0
 
     @classmethod
     def of(cls, group: ScoredGroup, record: bytes | None = None) -> "Parsed":
         """Return a group's record, which is ``record`` if it came packed."""
         stored = group.pack() if record is None else record
-        return cls(stored, group.env_id, len(group.lengths), len(group.tokens), group.irregular)
+        sizes = len(group.tokens), group.irregular, len(group.lengths)
+        return cls(stored, group.env_id, group.trajectories, *sizes)
 
 
 class _Unusual(Exception):  # noqa: N818  (not an error: ``from_mapping`` decides)

@@ -105,7 +105,7 @@ def import_(data_dir: Path, file: Path) -> None:
                 for group in groups:
                     groups_so_far += 1
                     id = groups_so_far
-                    entries.append(Entry(id, group.env_id, group.sequences, group.tokens, id))
+                    entries.append(Entry(id, group.env_id, group.trajectories, group.tokens, id))
                 database.append(connection, entries, [group.record for group in groups])
                 database.cut(connection, number, [entry.id for entry in entries])
                 batches += 1

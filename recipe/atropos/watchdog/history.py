@@ -127,7 +127,7 @@ class EnvironmentHistory:
 
 
 def _outcomes(counts: Mapping[str, int]) -> Counter[str]:
-    """Return an environment's counts by what the rules tell apart: items, sent, raised, retried, and reasons."""
+    """Return an environment's counts by what rules tell apart: items, sent, raised, retried, reasons, and sessions."""
     found: Counter[str] = Counter()
     for name, n in counts.items():
         kind, _, reason = name.partition("/")
@@ -142,6 +142,8 @@ def _outcomes(counts: Mapping[str, int]) -> Counter[str]:
             known = reason in (Reason.EQUAL_SCORES, Reason.TOO_LONG, Reason.WRONG_SIZE)
             found[reason if known else "refused"] += n
             found[f"not sent:{reason}"] += n
+        elif kind == "sessions":
+            found[f"session:{reason}"] += n
     return found
 
 

@@ -188,9 +188,10 @@ def test_restore_trains_a_begun_answer_from_its_sampled_part(cache, tokenizer):
 
 @pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])
 def test_cache_finds_a_reply_beside_text_in_another_context(first, last, cache, tokenizer):
-    """As by environments that render the prompt without the beginning of the answer."""
+    """As by environments that render the prompt without the beginning of the answer. No BOS is put before the rest."""
     prompt = ids_of(tokenizer, "unlike the template")
     reply = sampled(cache, prompt, "a", "b", "ab", "c", END)
+    cache.tokenizer = with_bos(tokenizer)
     posted = chat(tokenizer, "go", f"{first}ababc{last}", add_generation_prompt=False)
     begin = len(chat(tokenizer, "go"))
     assert all(piece.tokens for piece in cache.pieces(posted, [I] * begin + posted[begin:]))

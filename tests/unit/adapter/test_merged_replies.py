@@ -18,7 +18,7 @@ REPLIES = [
     *("ab", "\nab", "\n\nab", "\n\n\n\nabcd e", "\n", "\n\n\n", "", " ", " ab", " \n ab", "\tab", LONG),
     *("a", "\na\n\n", "b", "\n!", "!\n\n", ">ab", "\n\n\n\n\n\n"),
 ]
-BEGUN = {"chat": "", "thinking": "<think>\n", "within a word": "The a", "blackjack": "<think>\n"}
+BEGUN = {"chat": "", "thinking": "<think>\n", "within a word": "The a", "blackjack": "<think>\n", "in pieces": "\n"}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,13 @@ def rendered(tokenizer, messages, begun, closed):
 
 @pytest.mark.parametrize("flow", BEGUN)
 def test_sampled_replies_that_merge_with_their_prompt_are_kept(flow, tokenizer):
-    """Whatever they begin with, and however they were sampled: whole, in their context, with version and logprobs."""
+    """Whatever they begin with, and however they were sampled: whole, in their context, with version and logprobs.
+
+    In pieces: the prompt's end was encoded by itself, and merges with its beginning."""
     begun, closed = BEGUN[flow], flow == "blackjack"
     prompt = rendered(tokenizer, [USER], begun, closed)
+    if flow == "in pieces":
+        prompt = rendered(tokenizer, [USER], "", closed) + tokenizer.encode(begun)
     for text, whole, ended in itertools.product(REPLIES, (True, False), (True, False)):
         if not text and not ended:
             continue
@@ -63,6 +67,8 @@ def test_sampled_replies_that_merge_with_their_prompt_are_kept(flow, tokenizer):
         assert row.values["advantages"][len(prompt) :][: len(reply.tokens)] == [2.0] * len(reply.tokens)
         assert len(row.tokens) == len(row.masks) == len(row.logprobs) == len(row.values["advantages"])
         assert not counts["not_aligned"] and not counts["partial_reply"]
+        starts, ends, *_ = zip(*cache.trace(posted["tokens"]), strict=True)
+        assert (*starts, len(posted["tokens"])) == (0, *ends), "no gaps"
 
 
 @pytest.mark.parametrize("begun", ["", "<think>\n", "The a"])

@@ -212,3 +212,28 @@ def test_evaluation_is_the_same_with_and_without_the_bridge(folder, tmp_path):
         results.append((metrics, (tmp_path / name / "samples.jsonl").read_bytes()))
         assert not env.report.metrics()
     assert results[0] == results[1] and results[0][0] == {"eval/accuracy": 0.25}
+
+
+def test_trajectories_of_several_rows_are_sent_whole(folder, tmp_path):
+    """A group of four trajectories has the size that the environment is configured for, with five rows too."""
+    env = make(folder, composed(), data_path_to_save_groups=str(tmp_path / "sent.jsonl"))
+    group = {"tokens": [[5, 6]] * 5, "masks": [[-100, 6]] * 5, "scores": [1, 0, 0, 1, 0]}
+    for numbers in ([0, 1, 2, 0, 3], [0, 1, 1, 0, 2]):  # the second has three
+        overrides = {"trajectory": numbers}
+        asyncio.run(env.handle_send_to_api(group | {"group_overrides": overrides}, do_send_to_api=False))
+    [sent] = written(env)
+    assert sent["group_overrides"]["trajectory"] == [0, 1, 2, 0, 3] and len(sent["tokens"]) == 5
+    assert env.report.counts["not_sent/wrong_size"] == 1
+    assert env.report.metrics()["env/score"] == pytest.approx(2 / 7), "of four and three trajectories"
+
+
+def test_reward_bridge_judges_all_rows_of_a_trajectory(folder, tmp_path):
+    """Two rows of one trajectory get one score: its length is 4 tokens, the others' is 1."""
+    env = shaped_env(folder, tmp_path, {"length_bounty": {"target": 0, "slope": 0.01, "cap": 0.2}})
+    tokens = [[5, 6, 7], [5, 8], [5, 6, 7], [5, 9], [5, 9]]
+    group = {"tokens": tokens, "masks": [[-100, *ids[1:]] for ids in tokens], "scores": [1, 0, 1, 0, 0]}
+    overrides = {"trajectory": [4, 1, 4, 2, 3]}
+    asyncio.run(env.handle_send_to_api(group | {"group_overrides": overrides}, do_send_to_api=False))
+    [sent] = written(env)
+    assert sent["scores"] == pytest.approx([1.04, 0.01, 1.04, 0.01, 0.01])
+    assert sent["group_overrides"]["raw_scores"] == [1, 0, 1, 0, 0]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers.trainer import compose_config, random_group
-from recipe.atropos.algorithm.off_policy import compare_with_engine, correct_rollout
+from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode, correct_rollout
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 
@@ -94,3 +94,13 @@ def test_correction_keeps_the_sum_of_each_rows_rewards():
     torch.testing.assert_close(rewards.sum(-1), data.batch["token_level_scores"].sum(-1))
     kept = after.any(-1)
     assert not rewards[kept][~after[kept].bool()].any()
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_correction_is_given_to_the_loss_in_bypass_mode_alone(bypass):
+    option = f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}"
+    config = compose_config("actor_rollout_ref.model.path=none", option)
+    configure_bypass_mode(config)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    assert (policy_loss.loss_mode == "bypass_mode") is bypass
+    assert (policy_loss.get("rollout_correction") == config.algorithm.rollout_correction) is bypass

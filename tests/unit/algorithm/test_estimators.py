@@ -25,7 +25,7 @@ from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 
 LIMITS = RowLimits(max_length=90, pad_token_id=0)
-OF_SCORES = [name for name, needs in ESTIMATORS.items() if needs.scores_only and not needs.whitened]
+OF_SCORES = "gpg grpo grpo_atropos grpo_passk grpo_vectorized opo rloo rloo_vectorized".split()
 
 
 def with_advantages(group, rng, rows=None):

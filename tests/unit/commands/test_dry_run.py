@@ -71,6 +71,24 @@ def test_dry_run_prints_the_command_of_each_service(planned, tmp_path):
         assert shlex.join(command) in text
 
 
+def test_dry_run_prints_the_session_server_of_programs(planned, tmp_path):
+    run = planned("environment.command=python agent.py", "environment.items=items.jsonl", "sessions.port=9300")
+    commands = service_commands(run)
+    assert list(commands) == ["api", "sglang", "gateway", "sessions", "trainer", "environment"]
+    command, variables = commands["environment"]
+    assert {"--env.command=python agent.py", "--env.items=items.jsonl"} <= set(command)
+    assert "recipe.atropos.environments.program" in command
+    assert variables["ATROPOS_SESSIONS_URL"] == "http://127.0.0.1:9300"
+    assert f"--data={tmp_path / 'run/sessions.sqlite'}" in commands["sessions"][0]
+    others = planned(
+        "environments.a.command=python agent.py", "environments.b.target=recipe.atropos.environments.gsm8k"
+    )
+    targets = {name: spec.target for name, spec in others.plan.specs.items()}
+    assert targets == {"a": "recipe.atropos.environments.program", "b": "recipe.atropos.environments.gsm8k"}
+    assert "sessions" in service_commands(others) and "sessions" not in service_commands(planned())
+    assert "sessions" in service_commands(planned("sessions.enabled=true"))
+
+
 def test_dry_run_shows_no_secret_and_starts_nothing(planned, tmp_path):
     run = planned("inference.api_key=s3cret-1", "environment.args.hf_token=s3cret-2")
     text = shown(run)

@@ -93,7 +93,7 @@ REFUSED = [
     (
         "watchdog.stop_on",
         ["reward_flat", "equal_score"],
-        "watchdog.stop_on[1]=equal_score; choose one of environment_raises, environment_silent",
+        "watchdog.stop_on[1]=equal_score; choose one of environment_raises, agent_loops",
     ),
     ("watchdog.stop_on", ["logprob_gap"], "empty_batches; did you mean logprob_difference?"),
     ("algorithm.adv_estimator", "gae", "needs a critic, which this recipe does not train; choose one of gpg, grpo"),

@@ -1,6 +1,7 @@
 """The row contract at its very bounds: what is just within a limit, and what is just beyond."""
 
 import logging
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from helpers.trainer import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, environment_name
+from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, describe_drops, environment_name
 
 LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -178,6 +179,12 @@ def test_rows_report_metrics_by_reason_and_environment():
     assert not ConversionReport().dropped and environment_name("a/b", 3) == "a_b"
     assert (environment_name(None, 3), environment_name(None, None)) == ("env_3", "unknown")
     assert environment_name(None, 1_470_294_003) == "env_3", "the same name in each run"
+
+
+def test_rows_that_were_dropped_are_described_for_an_error():
+    lost = {"a": Counter(stale=1, no_prompt=2), "env_3": Counter(malformed=4)}
+    assert describe_drops(lost) == "a: no_prompt 2, stale 1; env_3: malformed 4"
+    assert describe_drops({}) == "no sequence came"
 
 
 @pytest.mark.parametrize(("loss_coef", "read_teacher"), [(0.0, False), (0.5, True), (2.0, True)])

@@ -72,7 +72,7 @@ def test_sampling_parameters_of_a_request_are_sglangs_defaults():
             SamplingParams(),
             "",
         ),
-        ({"temperature": None, "top_k": 1 << 30, "regex": ""}, SamplingParams(), ""),
+        ({"temperature": None, "top_k": 1 << 30, "regex": ""}, SamplingParams(top_k=1 << 30), ""),
         ({"temperature": 0.7}, SamplingParams(temperature=0.7), ""),
         ({"temperature": 0}, SamplingParams(temperature=0.0), "truncated"),
         ({"top_p": 0.9}, SamplingParams(top_p=0.9), "truncated"),
@@ -235,7 +235,7 @@ def test_sampling_temperature_of_each_row():
         SamplingCheck(0.5, "per_row").temperatures(rows), np.array([0.7, 0.5, 1.0, 1.0], np.float32)
     )
     assert SamplingCheck(0.5, "per_row").temperatures([at(0.5), None]) is None
-    assert SamplingCheck(0.5, "warn").temperatures(rows) is None
+    assert SamplingCheck(0.5, "warn").temperatures(rows) is SamplingCheck(0.5, "error").temperatures(rows) is None
     with pytest.raises(SamplingMismatch, match=r"math sampled the turns of one sequence at temperatures 0\.7, 0\.2"):
         SamplingCheck(0.5, "per_row").metrics([at(0.7, 0.2)], ["math"])
 

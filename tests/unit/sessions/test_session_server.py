@@ -56,8 +56,8 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions):
     assert sessions.call("GET", f"/sessions/{opened['id']}")[1] | {"sampled": 0, "created": 0, "id": 0} == {
         "id": 0, "env": "", "item": None, "group": None, "seq": 0, "sampling": {}, "created": 0, "end": None,
         "limits": {"turns": None, "tokens": None, "seconds": None, "context": None}, "reward": None, "metrics": {},
-        "turn_values": None, "finished": True, "turns": 3, "sampled": 0, "rows": 1, "tool_calls": 1, "retries": 0,
-        "forks": {},
+        "turn_values": None, "finished": True, "turns": 3, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1,
+        "repeats": 0, "retries": 0, "forks": {},
     }  # fmt: skip
 
 
@@ -308,3 +308,15 @@ def test_session_of_many_agents_at_once_is_a_tree(sessions):
     sessions.check(opened)
     summary = sessions.session(opened).summary()
     assert (summary["turns"], summary["forks"]) == (24, {}) and summary["rows"] >= 3
+
+
+def test_session_that_ends_answers_nothing_more(sessions):
+    """What is sampled while the reward comes would be in no row that was read."""
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    sessions.policy.delay = 1.0
+    connection = begun(sessions, opened, body)
+    time.sleep(0.2)
+    assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})[0] == 200
+    assert connection.getresponse().status == 403
+    time.sleep(1.0)
+    assert sessions.session(opened).summary()["turns"] == 0 and not sessions.policy.sampled

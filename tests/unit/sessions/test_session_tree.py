@@ -79,8 +79,20 @@ def test_session_turns_are_one_row_in_every_template(tmp_path, template):
     program = run(tmp_path, template, script)
     check_trained_once(program.policy, program.session.tree)
     assert program.session.summary() | {"sampled": 0} == {
-        "turns": 4, "sampled": 0, "rows": 1, "tool_calls": 1, "retries": 0, "forks": {},
+        "turns": 4, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1, "repeats": 0, "retries": 0, "forks": {},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("thinking", ["kept", "as_template"])
+def test_session_repeats_are_calls_made_again(tmp_path, thinking):
+    """Also where each history begins anew, and where the session is loaded; a text that comes again is none."""
+    call = '<think>so</think><tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
+    program = run(tmp_path, "thinking_stripped", [call % 1, call % 1, call % 2, call % 1, "no", "no"], thinking)
+    assert [turn.repeats for turn in program.session.tree.turns] == [False, True, False, False, False, False]
+    loaded = Session.load(program.session.store, program.session.state.id).summary()
+    assert (loaded["tools"], loaded["tool_calls"], loaded["repeats"]) == (True, 4, 1)
+    without = run(tmp_path, "chatml", ["no"], tools=None)
+    assert not Session.load(without.session.store, without.session.state.id).summary()["tools"]
 
 
 def test_session_bridge_is_what_the_template_writes(tmp_path):

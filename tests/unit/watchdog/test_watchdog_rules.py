@@ -76,6 +76,34 @@ rows_too_long = changed(
 off_policy_samples = changed("off_policy_samples", atropos__logprob_diff__mean=0.52, actor__lr=3e-4)
 
 
+def agent(name, **counts):
+    """A fault of an agent, each of whose sessions calls a tool and gets a reward before; 8 are a group."""
+
+    def fault(demo):
+        for line in demo.reports:
+            n = 8 * line.get("counts", {}).get("items", 0)
+            line.get("counts", {}).update({f"sessions/{each}": n for each in ("ended", "with_tools", "with_calls")})
+        called = {"sessions__with_tools": counts["sessions__ended"], "sessions__with_calls": 90}
+        ends(demo, **{"items": 16} | called | counts)
+
+    fault.__name__ = name
+    return fault
+
+
+# Each failed session is run twice; some groups are sent all the same, of fewer rows.
+agent_hangs = agent("agent_hangs", sessions__ended=200, sessions__failed__seconds=104, groups_sent=16)
+agent_hangs_always = agent(
+    "agent_hangs_always", sessions__ended=256, sessions__failed__seconds=256, not_sent__no_group=16
+)
+agent_reaches_limits = agent(
+    "limits", sessions__ended=190, sessions__failed__turns=60, sessions__failed__tokens=50, not_sent__no_group=16
+)
+agent_repeats = agent("repeats", sessions__ended=128, sessions__with_repeats=100, not_sent__equal_scores=16)
+agent_calls_nothing = agent(
+    "calls_nothing", sessions__ended=128, sessions__with_calls=0, not_sent__equal_scores=12, groups_sent=4
+)
+
+
 def equal_groups_are_sent(demo):
     for line in late(demo):
         line.update({"atropos/zero_signal_share": 1.0, f"atropos/{ENV}/zero_signal_share": 1.0})
@@ -229,6 +257,11 @@ FAULTS = [
     (wrong_group_size, "wrong_group_size"),
     (groups_refused, "groups_refused"),
     (groups_refused_by_the_environment, "groups_refused"),
+    (agent_hangs, "agent_does_not_end"),
+    (agent_hangs_always, "agent_does_not_end"),
+    (agent_reaches_limits, "agent_loops"),
+    (agent_repeats, "agent_loops"),
+    (agent_calls_nothing, "agent_calls_no_tool"),
     (environment_hangs, "environment_silent"),
     (environment_blocks, "environment_silent"),
     (server_down, "server_unhealthy"),
@@ -351,6 +384,21 @@ def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
     off_policy_samples(demo)
     logprob_difference_of_fresh_samples(demo)
     assert {line["alarm"] for line in play(demo)} == {"logprob_difference"}
+
+
+@pytest.mark.parametrize("few", [{"sessions__with_calls": 1}, {"sessions__with_calls": 0, "sessions__with_tools": 0}])
+def test_watchdog_lets_an_agent_call_no_tool_at_times(few):
+    """Or never, where its requests have none."""
+    demo = Demo(0)
+    agent("", sessions__ended=128, groups_sent=16, **few)(demo)
+    assert play(demo) == []
+
+
+def test_watchdog_says_why_no_session_of_a_group_has_a_reward():
+    demo = Demo(0)
+    agent("", sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16)(demo)
+    [raised] = play(demo)
+    assert raised["alarm"] == "groups_refused" and "failed/exit_status (" in raised["seen"]
 
 
 def test_watchdog_says_how_a_policy_broke():

@@ -179,6 +179,9 @@ def test_buckets_are_sent_one_at_a_time_while_the_next_is_filled():
         assert sending == 1, "two buckets at once"
         names = list(bucket.names)
         events.append(f"send {names[0]}")
+        async with asyncio.timeout(20):
+            while f"fill {min(int(names[0][1:]) + 2, 4)}" not in events:
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         assert bucket.names == names
         sent.extend((name, tensor.tolist()) for name, tensor in bucket.tensors())

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.gateway import KEY, gateway
+from helpers.trainer import compose_config
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.weight_sync import fleet as fleet_module
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
-from recipe.atropos.weight_sync.manager import WeightSyncManager
+from recipe.atropos.weight_sync.manager import WeightSyncManager, build_manager
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,16 +25,17 @@ pytestmark = pytest.mark.timeout(60)
 class Group:
     """A worker group whose push gives the stubs that it was told its version, or fails with ``error``.
 
-    ``pushes``: (version, URLs) of each; ``during`` is called in the midst of one. ``limits``: (method, seconds) of each
-    wait.
+    ``pushes``: (version, URLs) of each, ``adapters`` the names; ``during`` is called in the midst of one. ``limits``:
+    (method, seconds) of each wait.
     """
 
     def __init__(self, stubs):
-        self.stubs, self.pushes, self.limits = stubs, [], []
+        self.stubs, self.pushes, self.adapters, self.limits = stubs, [], [], []
         self.error, self.during = None, lambda: None
 
     def update_weights(self, global_steps, urls, adapter):
         self.pushes.append((global_steps, list(urls)))
+        self.adapters.append(adapter)
         self.during()
         if self.error is not None:
             return [self.error]
@@ -139,6 +141,40 @@ def test_manager_pushes_to_servers_before_admitting_them(served):
     served.stubs[0].version = "default"
     manager.ensure_current(6)  # the actor has gone on since the last push
     assert served.group.pushes[2:] == [(6, sorted([first, second]))] and manager.version == 6
+
+
+@pytest.mark.parametrize("adapter_only", [True, False])
+def test_manager_names_an_adapter_anew_for_each_version(served, adapter_only):
+    """A server that returns is given the name that the others have; the gateway knows it."""
+    manager = manager_of(served, adapter_only=adapter_only)
+    manager.update_weights(1)
+    served.stubs[0].version = "default"  # restarted
+    manager.ensure_current(1)
+    first, again = served.group.adapters
+    assert first == again == served.gateway.serves()[2] and (first is not None) is adapter_only
+    manager.update_weights(2)
+    latest = served.group.adapters[-1]
+    assert latest == served.gateway.serves()[2] and (latest != first) is adapter_only
+
+
+@pytest.mark.parametrize(
+    ("options", "adapter_only"),
+    [
+        ([], False),
+        (["actor_rollout_ref.model.lora.merge=false"], False),
+        (["actor_rollout_ref.model.lora.merge=false", "actor_rollout_ref.model.lora_rank=1"], True),
+        (["actor_rollout_ref.model.lora.merge=true", "actor_rollout_ref.model.lora_rank=1"], False),
+    ],
+    ids=["default", "full", "adapter", "merged"],
+)
+def test_manager_is_built_as_the_configuration_says(options, adapter_only, tmp_path):
+    """A push takes twice the seconds of its requests; only colocated servers have memory to release."""
+    urls = ["inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}", "trainer.atropos.weight_sync.timeout=7"]
+    for colocated in (True, False):
+        config = compose_config("actor_rollout_ref.model.path=m", *urls, f"inference.colocated={colocated}", *options)
+        manager = build_manager(config, None, 10, None)
+        assert (manager.adapter_only, manager.timeout, manager.fleet.timeout) == (adapter_only, 14, 7)
+        assert (manager.memory is not None) is colocated
 
 
 def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):

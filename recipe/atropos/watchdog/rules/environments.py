@@ -18,6 +18,7 @@ from recipe.atropos.watchdog.registry import (
     Finding,
     alarm,
 )
+from recipe.atropos.watchdog.rules.sessions import agent_finding
 from recipe.atropos.watchdog.rules.training import broken_policy
 
 # Items in a row, none of which gives a group. Exceptions, lengths and sizes are no matter of chance, but equal scores
@@ -34,6 +35,7 @@ _OF_COUNT: dict[str, str] = {
     "wrong_size": "wrong_group_size",
     "equal_scores": "equal_scores",
 }
+_OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fails
 
 
 @alarm(
@@ -130,7 +132,11 @@ def _environment(history: History, environment: EnvironmentHistory, now: float) 
         return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)
-    if found is not None and not (found.alarm == "equal_scores" and history.limits.distills):
+    if (
+        found is not None
+        and not (found.alarm == "equal_scores" and history.limits.distills)
+        and not (found.alarm in _OF_AGENT and agent_finding(environment))
+    ):
         yield _broken_policy_first(history, found)
 
 
@@ -153,7 +159,7 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
     by_chance = new["equal_scores"] + new[f"not sent:{Reason.NO_GROUP}"]
     if lost >= _DRY_BY_CHANCE or lost - by_chance >= max(_DRY, lost / 2):
         cause = _OF_COUNT.get(name, "groups_refused") if 2 * new[name] >= lost else "groups_refused"
-        text = f"no group for {new['items']} items: {_names(new, 'not sent:', 'failed:')}"
+        text = f"no group for {new['items']} items: {_names(new, 'not sent:', 'failed:', 'session:failed')}"
         if cause == "equal_scores" and environment.score is not None:
             text += f"; mean score {environment.score:.3g}"
         if cause == "equal_scores" and counts["items"]:

@@ -65,10 +65,10 @@ class Buckets:
             if following is None:
                 self._total = total
                 return
-            dtype, used = following[0][1].dtype, 0
+            dtype = following[0][1].dtype
             size = self.size if self._total is None else min(self.size, self._total)
             buffer = self._buffer(index, max(size, _nbytes(following)))
-            bucket = Bucket(buffer)
+            bucket, used = Bucket(buffer), 0
             while following and following[0][1].dtype == dtype and used + _nbytes(following) <= len(buffer):
                 for name, tensor in following:
                     buffer[used : used + tensor.nbytes].view(dtype).copy_(tensor.detach().reshape(-1))

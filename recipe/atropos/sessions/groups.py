@@ -1,0 +1,182 @@
+"""Groups of sessions of programs that nobody here starts: a ticket of the Trajectory API, its sessions, one post.
+
+- ``POST /groups`` takes the ticket, so it waits while the queue is ahead of the trainer, and opens the sessions.
+- A session that ends without a reward is repeated once: the answer to its end has the new one as ``again``. If that
+  fails too, it is left out of the group.
+- The group is posted when its last session has ended, under a key that is stored with it: once, whatever is killed.
+  One without rewards, or with equal ones, releases its ticket.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.sessions.client import scored_group
+from recipe.atropos.sessions.messages import RequestError, Strict
+from recipe.atropos.sessions.session import Limits, Session
+from recipe.atropos.sessions.store import Store
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
+
+logger = logging.getLogger(__name__)
+
+_TICKET_SECONDS = 60.0  # that a request waits for a ticket
+_SESSION_SECONDS = 3600.0  # of a session, if no limit is given: else one that was forgotten would hold its group
+_LOOK = 1.0  # s between two looks for groups that are complete, and sessions whose time is over
+_TRIES = 2
+
+
+class GroupRequest(Strict):
+    """The body of ``POST /groups``; ``size`` sessions on an item."""
+
+    env: str
+    size: int
+    item: Any = None
+    sampling: dict[str, Any] = {}
+    limits: Limits = Limits()
+
+
+class Group(msgspec.Struct):
+    """What is stored of a group: its sessions by place, and how often each was tried. ``id`` is the key of its post."""
+
+    id: str
+    request: GroupRequest
+    env_id: int
+    ticket: int
+    sessions: list[str]
+    tries: list[int]
+
+
+class Groups:
+    """The open groups. ``open_session`` opens one with fields of a ``State``, ``load`` returns one by its id,
+    ``forget`` frees its memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        api: TrajectoryApiClient,
+        open_session: Callable[..., Session],
+        load: Callable[[str], Session],
+        forget: Callable[[Session], None],
+    ):
+        self._store, self._api, self._open_session, self._load, self._forget = store, api, open_session, load, forget
+        self._groups = {group.id: group for group in map(_decode, store.groups())}
+        self._env_ids = {group.request.env: group.env_id for group in self._groups.values()}
+        for group in self._groups.values():
+            api.hold(group.env_id, group.ticket)
+        self._lock = asyncio.Lock()  # tickets are taken one at a time
+
+    async def open(self, request: GroupRequest) -> list[Session]:
+        """Take a ticket and open the sessions of a group.
+
+        Raises:
+            RequestError: the size is none, or there is no ticket in time.
+            TrajectoryApiError: the API refuses the environment.
+        """
+        if request.size < 1:
+            raise RequestError(f"size={request.size}: give 1 or more")
+        async with self._lock:
+            ticket = await self._ticket(request)
+        if ticket is None:
+            status = await self._api.diagnose()
+            raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503, "api_error")
+        group = Group(secrets.token_hex(12), request, self._env_ids[request.env], ticket, [], [])
+        sessions = [self._begin(group, seq) for seq in range(request.size)]
+        group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
+        self._groups[group.id] = group
+        self._save(group)
+        return sessions
+
+    def _begin(self, group: Group, seq: int) -> Session:
+        request = group.request
+        limits = request.limits
+        if limits.seconds is None:
+            limits = msgspec.structs.replace(limits, seconds=_SESSION_SECONDS)
+        place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
+        return self._open_session(**place, sampling=request.sampling, limits=limits)
+
+    async def _ticket(self, request: GroupRequest) -> int | None:
+        """Return a ticket, of an environment that is registered first if the API does not know it."""
+        for _ in range(2):
+            if request.env not in self._env_ids:
+                registration = {"desired_name": request.env, "weight": 1.0, "group_size": request.size}
+                answer = await self._api.register_env({"max_token_length": 0, **registration})
+                if answer["status"] != "success":
+                    raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503, "api_error")
+                self._env_ids[request.env] = answer["env_id"]
+            try:
+                return await self._api.begin(self._env_ids[request.env], request.size, _TICKET_SECONDS)
+            except TrajectoryApiError as error:
+                if error.status != 404:
+                    raise
+                del self._env_ids[request.env]
+        return None
+
+    def ended(self, session: Session) -> Session | None:
+        """Return the session that repeats one without a reward, None if none does."""
+        group = self._groups.get(session.state.group or "")
+        if group is None or session.state.reward is not None:
+            return None
+        seq = session.state.seq
+        if group.sessions[seq] != session.state.id or group.tries[seq] >= _TRIES:
+            return None
+        again = self._begin(group, seq)
+        group.sessions[seq], group.tries[seq] = again.state.id, group.tries[seq] + 1
+        self._save(group)
+        return again
+
+    async def run(self) -> None:
+        """End sessions whose time is over, and post groups whose last session has ended, until canceled."""
+        while True:
+            try:
+                for group in list(self._groups.values()):
+                    await self._look(group)
+                for env_id in {group.env_id for group in self._groups.values()}:
+                    await self._api.status(env_id)  # it is alive
+            except TrajectoryApiError as error:
+                logger.warning("%s", error)
+            await asyncio.sleep(_LOOK)
+
+    async def _look(self, group: Group) -> None:
+        sessions = [self._load(identifier) for identifier in group.sessions]
+        for session in sessions:
+            with contextlib.suppress(RequestError):
+                session.check()
+        if all(session.state.end and self.ended(session) is None for session in sessions):
+            await self._post(group, sessions)
+
+    async def _post(self, group: Group, sessions: list[Session]) -> None:
+        kept = [session for session in sessions if session.state.reward is not None and session.tree.turns]
+        reason = Reason.NO_GROUP if not kept else Reason.EQUAL_SCORES
+        if len({session.state.reward for session in kept}) > 1:
+            outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
+            made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
+            try:
+                await self._api.post_groups([made], group.ticket, group.id)
+                reason = None
+            except RefusedGroup as error:
+                reason = error.reason
+            except TrajectoryApiError as error:
+                if error.status is None or error.status >= 500:
+                    raise
+                logger.error("group %s was refused: %s", group.id, error)
+                reason = None
+        if reason is not None:
+            with contextlib.suppress(TrajectoryApiError):
+                await self._api.release(group.ticket, str(reason))
+        for session in sessions:
+            self._forget(session)
+        self._store.remove_group(group.id)
+        del self._groups[group.id]
+
+    def _save(self, group: Group) -> None:
+        self._store.put_group(group.id, msgspec.json.encode(group))
+
+
+_decode = msgspec.json.Decoder(Group).decode

@@ -1,0 +1,85 @@
+"""Groups of programs that nobody here starts: a ticket, sessions, one post, whatever is killed."""
+
+import time
+
+import openai
+import pytest
+
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from helpers.trajectory_api import running_trajectory_api
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def api(tmp_path):
+    with running_trajectory_api(tmp_path) as api:
+        api.register(after=0, batch_size=6, max_token_len=2000)
+        yield api
+
+
+@pytest.fixture
+def sessions(api, tmp_path):
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer()), api.url) as sessions:
+        yield sessions
+
+
+def opened(sessions, size=3, **fields):
+    asked = {"env": "tool", "item": {"question": "sum"}, "size": size, **fields}
+    status, group = sessions.call("POST", "/groups", asked)
+    assert status == 200, group
+    return group["sessions"]
+
+
+def ended(sessions, session, ask=True, **result):
+    """A program: one reply, then its reward or its failure."""
+    if ask:
+        client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "sum"}])
+    return sessions.call("POST", f"/sessions/{session['id']}/reward", result)[1]
+
+
+def batch(api):
+    return api.get("/batch?after=0&wait=20")["batch"]
+
+
+def test_session_groups_are_posted_once_whatever_is_killed(sessions, api):
+    groups = [opened(sessions) for _ in range(2)]
+    for number, session in enumerate(session for group in groups for session in group):
+        if number == 2:
+            sessions.stop()
+            sessions.start()
+        if number == 4:
+            api.kill()
+            api.start()
+        ended(sessions, session, reward=float(number))
+        ended(sessions, session, ask=False, reward=7.0)
+    found = batch(api)
+    assert [group["scores"] for group in found] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    for group, expected in zip(found, groups, strict=True):
+        overrides = group["group_overrides"]
+        assert overrides["sessions"] == [session["id"] for session in expected]
+        assert (overrides["trajectory"], overrides["env_name"]) == ([0, 1, 2], "tool")
+    sessions.stop()
+    sessions.start()
+    assert sessions.server._groups._groups == {}
+
+
+def test_session_groups_repeat_what_fails_once(sessions, api):
+    for _ in range(3):
+        first, second, third = opened(sessions)
+        ended(sessions, first, reward=0.0)
+        ended(sessions, second, reward=1.0)
+        answer = ended(sessions, third, end="crashed")
+        assert "again" not in ended(sessions, answer["again"], ask=False, end="crashed again")
+    found = batch(api)
+    assert [group["scores"] for group in found] == [[0.0, 1.0]] * 3
+
+
+def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
+    opened(sessions, limits={"seconds": 0.2})
+    deadline = time.monotonic() + 30
+    while (found := api.get("/diagnose"))["queue"]["open_tickets"]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    assert found["counts"]["released/no_group"] == 1

@@ -1,0 +1,58 @@
+"""What the environment of programs counts of its sessions."""
+
+import asyncio
+import json
+
+import pytest
+
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OTHER = CALL.replace("1", "2")
+pytestmark = pytest.mark.timeout(120)
+
+
+def counted(tmp_path, monkeypatch, item, replies, **fields):
+    """The counts of a group of two sessions."""
+    monkeypatch.setenv(API_KEY_VARIABLE, Sessions.KEY)
+    tokenizer, items = chat_tokenizer(), tmp_path / "items.jsonl"
+    tokenizer.save_pretrained(tmp_path / "model")
+    items.write_text(json.dumps(item) + "\n" + json.dumps(item))
+    _, [handle] = ProgramEnv.config_init()
+    handle.model_name = str(tmp_path / "model")
+    with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=list(replies))) as sessions:
+        config = ProgramEnvConfig(
+            tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
+            agent="helpers.agents:adds", use_wandb=False, parallel=1, **fields,
+        )  # fmt: skip
+        env = ProgramEnv(config, [handle], slurm=False)
+
+        async def collect():
+            await env.setup()
+            try:
+                await env.collect_trajectories(await env.get_next_item())
+            finally:
+                await env._sessions.__aexit__()
+
+        asyncio.run(collect())
+    assert (
+        env.report.metrics()["env/turns"] == env.report.counts["sessions/turns"] / env.report.counts["sessions/ended"]
+    )
+    found = {name: n for name, n in env.report.counts.items() if name.startswith("sessions/")}
+    return {name.removeprefix("sessions/"): n for name, n in found.items()}
+
+
+def test_program_counts_calls_of_tools_and_repeats(tmp_path, monkeypatch):
+    """A session of the same call in most turns repeats it, one of a call that comes twice does not."""
+    replies = [CALL, CALL, CALL, "19", CALL, CALL, OTHER, "19"]
+    found = counted(tmp_path, monkeypatch, {"turns": 4, "reward": 1.0}, replies)
+    expected = {"ended": 2, "turns": 8, "tool_calls": 6, "with_tools": 2, "with_calls": 2, "with_repeats": 1}
+    assert found.pop("sampled") > 8 and found == expected
+
+
+def test_program_counts_sessions_that_fail_too(tmp_path, monkeypatch):
+    found = counted(tmp_path, monkeypatch, {"turns": 2}, ["19"] * 8, max_turns=1)
+    assert found.pop("sampled") >= 4
+    assert found == {"failed/turns": 4, "left_out": 2, "ended": 4, "turns": 4, "with_tools": 4}
