@@ -75,6 +75,13 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
         assert "again" not in ended(sessions, answer["again"], ask=False, end="crashed again")
     found = batch(api)
     assert [group["scores"] for group in found] == [[0.0, 1.0]] * 3
+    unheld = sessions.open(env="tool", group="its own name")
+    ended(sessions, unheld, reward=1.0)
+    assert sessions.call("GET", f"/sessions/{unheld['id']}/rows")[0] == 200
+    deadline = time.monotonic() + 20
+    while sessions.server._sessions:  # nothing that has ended is kept in memory
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):

@@ -143,7 +143,13 @@ class Groups:
         again = self._begin(group, seq)
         group.sessions[seq], group.tries[seq] = again.state.id, group.tries[seq] + 1
         self._save(group)
+        self._forget(session)
         return again
+
+    def holds(self, session: Session) -> bool:
+        """Whether a group that is not posted yet has this session."""
+        group = self._groups.get(session.state.group or "")
+        return group is not None and session.state.id in group.sessions
 
     async def run(self) -> None:
         """End sessions whose time is over, and post groups whose last session has ended, until canceled."""
