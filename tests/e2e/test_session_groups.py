@@ -1,6 +1,7 @@
 """Groups of programs that nobody here starts: a ticket, sessions, one post, whatever is killed."""
 
 import contextlib
+import sqlite3
 import time
 
 import openai
@@ -75,6 +76,13 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
         assert "again" not in ended(sessions, answer["again"], ask=False, end="crashed again")
     found = batch(api)
     assert [group["scores"] for group in found] == [[0.0, 1.0]] * 3
+    unheld = sessions.open(env="tool", group="its own name")
+    ended(sessions, unheld, reward=1.0)
+    assert sessions.call("GET", f"/sessions/{unheld['id']}/rows")[0] == 200
+    deadline = time.monotonic() + 20
+    while sessions.server._sessions:  # nothing that has ended is kept in memory
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
@@ -109,3 +117,19 @@ def test_session_groups_say_again_what_repeats_a_session(sessions, api):
     [first] = opened(sessions, size=1)
     answers = [ended(sessions, first, ask=False, end="crashed")["again"] for _ in range(2)]
     assert answers[0] == answers[1]
+
+
+def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
+    damaged, whole = opened(sessions, size=2), opened(sessions, size=2)
+    ended(sessions, damaged[0], reward=1.0)
+    sessions.stop()
+    with sqlite3.connect(sessions.folder / "sessions.sqlite") as database:
+        database.execute("UPDATE turns SET record = x'00'")
+    sessions.start()
+    for number, session in enumerate(whole):
+        ended(sessions, session, reward=float(number))
+    deadline = time.monotonic() + 20
+    while sessions.server._groups._groups:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert api.get("/diagnose")["counts"]["released/no_group"] == 1

@@ -219,8 +219,9 @@ class ProgramEnv(ItemsEnv):
             work = asyncio.to_thread(
                 start_service, f"session {opened.id}", command, log_path=log, env=variables, cwd=folder
             )
-            service = await asyncio.shield(started := asyncio.ensure_future(work))
+            started = asyncio.ensure_future(work)
             try:
+                service = await asyncio.shield(started)
                 while (status := service.poll()) is None:
                     await asyncio.sleep(_POLL)
                 output = log.read_text(errors="replace")

@@ -20,7 +20,7 @@ from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.sessions.messages import RequestError, Strict
 from recipe.atropos.sessions.session import Limits, Session
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import DamagedTurn, Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
@@ -143,14 +143,27 @@ class Groups:
         again = self._begin(group, seq)
         group.sessions[seq], group.tries[seq] = again.state.id, group.tries[seq] + 1
         self._save(group)
+        self._forget(session)
         return again
+
+    def holds(self, session: Session) -> bool:
+        """Whether a group that is not posted yet has this session."""
+        group = self._groups.get(session.state.group or "")
+        return group is not None and session.state.id in group.sessions
 
     async def run(self) -> None:
         """End sessions whose time is over, and post groups whose last session has ended, until canceled."""
         while True:
             try:
                 for group in list(self._groups.values()):
-                    await self._look(group)
+                    try:
+                        await self._look(group)
+                    except (
+                        DamagedTurn,
+                        RequestError,
+                    ) as error:  # only this group cannot be read
+                        logger.error("group %s is given up: %s", group.id, error)
+                        await self._close(group, Reason.NO_GROUP)
                 for env_id in {group.env_id for group in self._groups.values()}:
                     await self._api.status(env_id)  # it is alive
             except TrajectoryApiError as error:
@@ -181,11 +194,15 @@ class Groups:
                     raise
                 logger.error("group %s was refused: %s", group.id, error)
                 reason = None
+        await self._close(group, reason)
+        for session in sessions:
+            self._forget(session)
+
+    async def _close(self, group: Group, reason: Reason | None) -> None:
+        """Remove a group; ``reason``: why its ticket is given back, None if it was posted."""
         if reason is not None:
             with contextlib.suppress(TrajectoryApiError):
                 await self._api.release(group.ticket, str(reason))
-        for session in sessions:
-            self._forget(session)
         self._store.remove_group(group.id)
         del self._groups[group.id]
 

@@ -149,8 +149,13 @@ class SessionServer:
             session = Session.load(self.store, identifier)
             if session is None:
                 raise RequestError(f"no session {identifier}", 404, "not_found_error")
+            if session.state.end is not None and not self._held(session):
+                return session
             self._sessions[identifier] = session
         return self._sessions[identifier]
+
+    def _held(self, session: Session) -> bool:
+        return self._groups is not None and self._groups.holds(session)
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -210,7 +215,7 @@ class SessionServer:
         answer = msgspec.to_builtins(session.state) | session.summary()
         if self._groups is not None and (again := self._groups.ended(session)) is not None:
             answer["again"] = self._access(request, again)
-        if session.state.group is None or self._groups is None:
+        if not self._held(session):
             self._forget(session)
         return _json(answer)
 

@@ -7,6 +7,7 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+from recipe.atropos.utils.process import unstopped
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def counted(tmp_path, monkeypatch, item, replies, **fields):
-    """The counts of a group of two sessions."""
+    """The counts of a group of two sessions, by default of an agent with a tool."""
+    if "command" not in fields:
+        fields = {"agent": "helpers.agents:adds", **fields}
     monkeypatch.setenv(API_KEY_VARIABLE, Sessions.KEY)
     tokenizer, items = chat_tokenizer(), tmp_path / "items.jsonl"
     tokenizer.save_pretrained(tmp_path / "model")
@@ -25,7 +28,7 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
     with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=list(replies))) as sessions:
         config = ProgramEnvConfig(
             tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
-            agent="helpers.agents:adds", use_wandb=False, parallel=1, **fields,
+            use_wandb=False, parallel=1, **fields,
         )  # fmt: skip
         env = ProgramEnv(config, [handle], slurm=False)
 
@@ -56,3 +59,10 @@ def test_program_counts_sessions_that_fail_too(tmp_path, monkeypatch):
     found = counted(tmp_path, monkeypatch, {"turns": 2}, ["19"] * 8, max_turns=1)
     assert found.pop("sampled") >= 4
     assert found == {"failed/turns": 4, "left_out": 2, "ended": 4, "turns": 4, "with_tools": 4}
+
+
+def test_program_ends_also_if_its_time_is_over_at_once(tmp_path, monkeypatch):
+    """Before its process is known."""
+    before = len(unstopped)
+    found = counted(tmp_path, monkeypatch, {}, [], command="sleep 47", time_limit=0.005)
+    assert found["failed/seconds"] == 4 and len(unstopped) == before

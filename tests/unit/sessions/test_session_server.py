@@ -327,3 +327,13 @@ def test_session_may_end_by_a_limit_that_it_has_not(sessions):
     assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"end": "turns"})[0] == 200
     status, answer = sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
     assert status == 403 and "ended (turns)" in answer["error"]["message"]
+
+
+def test_session_that_has_ended_is_not_kept_in_memory(sessions):
+    """Whatever its environment calls its group, and also where its rows are read, or its program asks for more."""
+    opened, body = sessions.open(group="its own name"), {"messages": [{"role": "user", "content": "sum"}]}
+    sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
+    sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})
+    assert len(sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["tokens"]) == 1
+    assert sessions.call("POST", "/v1/messages", {**body, "max_tokens": 5}, opened["api_key"])[0] == 403
+    assert opened["id"] not in sessions.server._sessions
