@@ -158,10 +158,7 @@ class Groups:
                 for group in list(self._groups.values()):
                     try:
                         await self._look(group)
-                    except (
-                        DamagedTurn,
-                        RequestError,
-                    ) as error:  # only this group cannot be read
+                    except (DamagedTurn, RequestError) as error:  # this group alone cannot be read
                         logger.error("group %s is given up: %s", group.id, error)
                         await self._close(group, Reason.NO_GROUP)
                 for env_id in {group.env_id for group in self._groups.values()}:
