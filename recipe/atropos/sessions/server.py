@@ -348,7 +348,7 @@ def _decoded(body: bytes, kind: Any) -> Any:
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def main(argv: list[str] | None = None) -> None:
