@@ -189,8 +189,8 @@ def ids_of(value: Any, where: str) -> list[int]:
     Raises:
         RequestError: it is not.
     """
-    if not expect(value, list, where) or not all(type(one) is int and one >= 0 for one in value):
-        raise RequestError(f"{where} is {value!r:.80}; give one list of token ids, whole numbers from 0 on")
+    if not expect(value, list, where) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
+        raise RequestError(f"{where} is {value!r:.80}; give one list of token ids, whole numbers from 0 to 2^31 - 1")
     return value
 
 

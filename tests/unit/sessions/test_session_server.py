@@ -368,3 +368,25 @@ def test_session_replies_with_odd_calls_are_answered(sessions, arguments, read, 
         answer = begun(sessions, opened, {**body, "messages": asked + more}, f"/v1/{path}").getresponse()
         assert answer.status == 200 and answer.read()
         sessions.check(opened)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status"),
+    [
+        ("/sessions", b'{"item": "\xff"}', None, 400),
+        ("/sessions", b'{"item": ' + b"[" * 2000 + b"]" * 2000 + b"}", None, 400),
+        ("/sessions", b"{}", b"\xff", 401),
+        ("/v1/chat/completions", b"{}", b"\xff-\xfe", 401),
+        ("/generate", b'{"input_ids": [2147483648]}', "own", 400),
+        ("/sessions", b'{"item": 100000000000000000000}', None, 200),
+    ],
+)
+def test_session_requests_that_are_no_text_or_too_large_are_named(sessions, path, body, key, status):
+    key = {None: sessions.KEY, "own": sessions.open()["api_key"]}.get(key, key)
+    connection = http.client.HTTPConnection("127.0.0.1", sessions.port, timeout=10)
+    connection.request("POST", path, body, {"x-api-key": key})
+    answer = connection.getresponse()
+    assert answer.status == status
+    found = json.loads(answer.read())
+    if status == 200:
+        assert sessions.call("GET", f"/sessions/{found['id']}")[0] == 200
