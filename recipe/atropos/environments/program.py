@@ -26,12 +26,14 @@ import logging
 import os
 import pkgutil
 import shlex
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
 from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
@@ -234,7 +236,7 @@ class ProgramEnv(ItemsEnv):
         if status != 0:
             logger.warning("session %s: exit status %d: %s", opened.id, status, output[-2000:])
             raise SessionFailed("exit_status")
-        return next(filter(_is_json, reversed(output.splitlines())), None)
+        return next(filter(_is_json, reversed(output.split("\n"))), None)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -258,7 +260,8 @@ class ProgramEnv(ItemsEnv):
 
 
 def read_reward(result: Any) -> tuple[float, dict[str, float]]:
-    """Return reward and metrics, given as a number, a mapping, or JSON of one of them.
+    """Return reward and metrics, given as a number, a mapping, or JSON of one of them; metrics that are no finite
+    numbers are left out.
 
     Raises:
         SessionFailed: there is no reward, or it is not a finite number.
@@ -266,10 +269,16 @@ def read_reward(result: Any) -> tuple[float, dict[str, float]]:
     found = json.loads(result) if isinstance(result, str) and _is_json(result) else result
     metrics: dict[str, float] = {}
     if isinstance(found, dict):
-        found, metrics = found.get("reward"), found.get("metrics") or {}
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
+        given = found.get("metrics")
+        found, given = found.get("reward"), given if isinstance(given, dict) else {}
+        metrics = {str(name): float(value) for name, value in given.items() if _is_finite(value)}
+    if not _is_finite(found):
         raise SessionFailed("no_reward")
     return float(found), metrics
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_json(line: str) -> bool:
@@ -292,7 +301,7 @@ def _items(name: str, source: str, split: str) -> list[Item]:
     path = Path(source)
     if path.suffix == ".jsonl":
         try:
-            items = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+            items = [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"--env.{name}={source}: {error}") from error
     else:
@@ -302,7 +311,12 @@ def _items(name: str, source: str, split: str) -> list[Item]:
     if not items:
         raise ConfigurationError(f"--env.{name}={source}: no items")
     for number, item in enumerate(items, 1):
-        if (size := len(json.dumps(item))) > _ITEM_BYTES:
+        try:
+            orjson.dumps(item)  # as the session server is sent it
+            size = len(json.dumps(item))
+        except TypeError as error:
+            raise ConfigurationError(f"--env.{name}={source}: item {number} cannot be sent as JSON: {error}") from error
+        if size > _ITEM_BYTES:
             raise ConfigurationError(f"--env.{name}={source}: item {number} has {size} bytes; at most {_ITEM_BYTES}")
     return items
 

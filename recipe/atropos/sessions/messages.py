@@ -118,7 +118,7 @@ def _canonical(arguments: Any) -> Any:
             arguments = orjson.loads(arguments or "{}")
         except orjson.JSONDecodeError:
             return arguments.strip()
-    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()
+    return msgspec.json.encode(arguments, order="sorted").decode()
 
 
 def expect(value: Any, kind: type, where: str) -> Any:
@@ -189,8 +189,8 @@ def ids_of(value: Any, where: str) -> list[int]:
     Raises:
         RequestError: it is not.
     """
-    if not expect(value, list, where) or not all(type(one) is int and one >= 0 for one in value):
-        raise RequestError(f"{where} is {value!r:.80}; give one list of token ids, whole numbers from 0 on")
+    if not expect(value, list, where) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
+        raise RequestError(f"{where} is {value!r:.80}; give one list of token ids, whole numbers from 0 to 2^31 - 1")
     return value
 
 
@@ -218,7 +218,7 @@ def tool_call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
         RequestError: a value has a wrong type.
     """
     if isinstance(arguments, dict):
-        arguments = orjson.dumps(arguments).decode()
+        arguments = msgspec.json.encode(arguments).decode()
     function = {
         "name": expect(name, str, f"{where}: the name of a tool"),
         "arguments": expect(arguments, str, f"{where}: the arguments of {name}") or "{}",
@@ -293,7 +293,7 @@ def usage_of(reply: Reply) -> dict[str, int]:
 
 def event(data: Any, name: str | None = None) -> bytes:
     """Return a server-sent event; ``data`` is written as JSON unless it is a string."""
-    text = data if isinstance(data, str) else orjson.dumps(data).decode()
+    text = data if isinstance(data, str) else msgspec.json.encode(data).decode()
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import orjson
 from pydantic import TypeAdapter
@@ -144,12 +145,15 @@ class Rendering:
 
     def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:
         """Return what a reply says. A call that cannot be read stays in the content as it was written."""
-        found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
+        try:
+            found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
+        except RecursionError:  # JSON that a policy nests without end
+            return self.text(tokens), None, []
         calls, content = [], found.content or ""
         for call in found.tool_calls:
-            arguments = _object(call.arguments)
+            arguments = _written(_object(call.arguments))
             if call.name and arguments is not None and call.status in _READ:
-                calls.append((call.name, orjson.dumps(arguments).decode()))
+                calls.append((call.name, arguments))
             else:
                 content += call.raw
         return content, found.reasoning_content, calls
@@ -185,9 +189,17 @@ def _object(arguments: Any) -> dict[str, Any] | None:
     """Return a call's arguments, given as a mapping or as its JSON; None if they are none."""
     try:
         found = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _written(arguments: dict[str, Any] | None) -> str | None:
+    """Return a call's arguments as JSON; None if they are none, or cannot be written: half a surrogate pair."""
+    try:
+        return None if arguments is None else msgspec.json.encode(arguments).decode()
+    except (UnicodeEncodeError, RecursionError):
+        return None
 
 
 def as_ids(ids: Sequence[int]) -> np.ndarray:

@@ -327,7 +327,8 @@ def _dialect_of(path: str) -> ModuleType:
 
 
 def _given_key(request: web.Request) -> str:
-    return request.headers.get("x-api-key") or request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
+    given = request.headers.get("x-api-key") or request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
+    return given.encode(errors="backslashreplace").decode()  # bytes that are no text come as surrogates
 
 
 def _object(body: bytes) -> dict[str, Any]:
@@ -343,12 +344,12 @@ def _object(body: bytes) -> dict[str, Any]:
 def _decoded(body: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise RequestError(str(error)) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body cannot be read: {error}") from error
 
 
 def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
 def main(argv: list[str] | None = None) -> None:

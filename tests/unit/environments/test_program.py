@@ -6,7 +6,8 @@ import json
 import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
-from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.process import unstopped
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -66,3 +67,35 @@ def test_program_ends_also_if_its_time_is_over_at_once(tmp_path, monkeypatch):
     before = len(unstopped)
     found = counted(tmp_path, monkeypatch, {}, [], command="sleep 47", time_limit=0.005)
     assert found["failed/seconds"] == 4 and len(unstopped) == before
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"reward": 1, "metrics": {"a": "x", "b": None, "c": float("nan"), "d": 2, "e": 10**400}}, (1.0, {"d": 2.0})),
+        ('{"reward": 0.5, "metrics": ["a"]}', (0.5, {})),
+        ("2", (2.0, {})),
+    ],
+)
+def test_program_metrics_that_are_no_numbers_are_left_out(result, expected):
+    assert read_reward(result) == expected
+
+
+@pytest.mark.parametrize("result", [None, "true", "NaN", 10**400, {"metrics": {}}, "[1]", float("inf")])
+def test_program_rewards_are_finite_numbers(result):
+    with pytest.raises(SessionFailed, match="no_reward"):
+        read_reward(result)
+
+
+@pytest.mark.parametrize("item", [{"n": 10**20}, {"text": "\ud83d"}])
+def test_program_items_that_cannot_be_sent_are_named(tmp_path, item):
+    path = tmp_path / "items.jsonl"
+    path.write_text("1\n" + json.dumps(item))
+    with pytest.raises(ConfigurationError, match="item 2 cannot be sent"):
+        ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path), held_out=str(path)))
+
+
+def test_program_items_may_hold_line_separators_of_unicode(tmp_path):
+    path, item = tmp_path / "items.jsonl", {"text": "a\u2028b\x85c"}
+    path.write_text(json.dumps(item, ensure_ascii=False) + "\n")
+    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))[0] == [item]

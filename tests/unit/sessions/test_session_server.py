@@ -11,6 +11,8 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.sessions.session import Session
+from recipe.atropos.sessions.store import Store
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -195,12 +197,10 @@ def test_session_retries_get_the_recorded_reply(sessions):
     sessions.check(opened)
 
 
-def begun(sessions, opened, body):
+def begun(sessions, opened, body, path="/v1/chat/completions"):
     """A request whose client leaves before it is answered."""
     connection = http.client.HTTPConnection("127.0.0.1", sessions.port, timeout=10)
-    connection.request(
-        "POST", "/v1/chat/completions", json.dumps(body), {"Authorization": f"Bearer {opened['api_key']}"}
-    )
+    connection.request("POST", path, json.dumps(body), {"Authorization": f"Bearer {opened['api_key']}"})
     return connection
 
 
@@ -337,3 +337,56 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
     assert len(sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["tokens"]) == 1
     assert sessions.call("POST", "/v1/messages", {**body, "max_tokens": 5}, opened["api_key"])[0] == 403
     assert opened["id"] not in sessions.server._sessions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": 100000000000000000000}', True),
+        ('{"a": %s}' % ("[" * 300 + "]" * 300), True),
+        ('{"a": "\\ud83d"}', False),
+        ('{"a": %s' % ("[" * 3000), False),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_session_replies_with_odd_calls_are_answered(sessions, arguments, read, stream):
+    """Large numbers, deep lists, half of a surrogate pair, lists without an end; also where they are sent again."""
+    call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    tools = {"chat/completions": [{"type": "function", "function": {"name": "add"}}], "messages": [{"name": "add"}]}
+    for path, given in tools.items():
+        opened, asked = sessions.open(), [{"role": "user", "content": "sum"}]
+        sessions.policy.sampled.clear()
+        sessions.policy.script = [call, "19"]
+        body = {"messages": asked, "tools": given, "max_tokens": 9999, "stream": stream}
+        answer = begun(sessions, opened, body, f"/v1/{path}").getresponse()
+        text = answer.read()
+        assert answer.status == 200 and text.endswith(b"\n\n") == stream
+        stored = Session.load(Store(sessions.folder / "sessions.sqlite", read_only=True), opened["id"])
+        message = stored.recorded(0).message()
+        assert ("tool_calls" in message) == read
+        more = [message, {"role": "user", "content": "and"}] if path == "chat/completions" else asked
+        answer = begun(sessions, opened, {**body, "messages": asked + more}, f"/v1/{path}").getresponse()
+        assert answer.status == 200 and answer.read()
+        sessions.check(opened)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key", "status"),
+    [
+        ("/sessions", b'{"item": "\xff"}', None, 400),
+        ("/sessions", b'{"item": ' + b"[" * 2000 + b"]" * 2000 + b"}", None, 400),
+        ("/sessions", b"{}", b"\xff", 401),
+        ("/v1/chat/completions", b"{}", b"\xff-\xfe", 401),
+        ("/generate", b'{"input_ids": [2147483648]}', "own", 400),
+        ("/sessions", b'{"item": 100000000000000000000}', None, 200),
+    ],
+)
+def test_session_requests_that_are_no_text_or_too_large_are_named(sessions, path, body, key, status):
+    key = {None: sessions.KEY, "own": sessions.open()["api_key"]}.get(key, key)
+    connection = http.client.HTTPConnection("127.0.0.1", sessions.port, timeout=10)
+    connection.request("POST", path, body, {"x-api-key": key})
+    answer = connection.getresponse()
+    assert answer.status == status
+    found = json.loads(answer.read())
+    if status == 200:
+        assert sessions.call("GET", f"/sessions/{found['id']}")[0] == 200
