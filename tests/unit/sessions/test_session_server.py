@@ -381,7 +381,7 @@ def test_session_replies_with_odd_calls_are_answered(sessions, arguments, read, 
         ("/sessions", b'{"item": 100000000000000000000}', None, 200),
     ],
 )
-def test_session_requests_that_are_no_text_or_too_large_are_named(sessions, path, body, key, status):
+def test_session_requests_that_are_no_text_or_too_large(sessions, path, body, key, status):
     key = {None: sessions.KEY, "own": sessions.open()["api_key"]}.get(key, key)
     connection = http.client.HTTPConnection("127.0.0.1", sessions.port, timeout=10)
     connection.request("POST", path, body, {"x-api-key": key})
