@@ -129,10 +129,10 @@ class Session:
     def exchange(self, request: bytes, retry: bool) -> Exchange:
         """Return the exchange of a request that comes again, or a new one; ``retry``: its client says that it does."""
         known = self.exchanges.setdefault(request, [])
-        for exchange in reversed(known):
-            if retry or not (exchange.delivered or exchange.open):
-                self.retries += 1
-                return exchange
+        lost = [exchange for exchange in known if not (exchange.delivered or exchange.open)]
+        if found := lost or (known if retry else []):
+            self.retries += 1
+            return found[-1]
         known.append(Exchange())
         return known[-1]
 
@@ -144,7 +144,7 @@ class Session:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
         limits = self.state.limits
         if self.state.end is None:
-            if limits.turns is not None and len(self.tree.turns) >= limits.turns:
+            if limits.turns is not None and len(self.tree.turns) + self._in_flight() >= limits.turns:
                 self.finish("turns")
             elif limits.tokens is not None and self.sampled >= limits.tokens:
                 self.finish("tokens")
@@ -154,6 +154,11 @@ class Session:
             limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
             why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
             raise RequestError(f"the session has {why}", 403, "permission_error")
+
+    def _in_flight(self) -> int:
+        """Return the number of requests that are sampled now."""
+        exchanges = [exchange for known in self.exchanges.values() for exchange in known]
+        return sum(exchange.task is not None and exchange.number is None for exchange in exchanges)
 
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``."""

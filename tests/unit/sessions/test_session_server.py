@@ -4,6 +4,7 @@ import http.client
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import anthropic
 import openai
@@ -390,3 +391,45 @@ def test_session_requests_that_are_no_text_or_too_large(sessions, path, body, ke
     found = json.loads(answer.read())
     if status == 200:
         assert sessions.call("GET", f"/sessions/{found['id']}")[0] == 200
+
+
+def test_session_retries_get_the_reply_that_was_lost(sessions):
+    """Not that of an equal request on another connection."""
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    sessions.policy.delay = 0.3
+    lost = begun(sessions, opened, body)
+    time.sleep(0.1)
+    other = begun(sessions, opened, body)
+    time.sleep(0.1)
+    lost.close()
+    time.sleep(0.1)
+    retried = sessions.call("POST", "/v1/chat/completions", body, opened["api_key"], **{"x-stainless-retry-count": "1"})
+    assert json.loads(other.getresponse().read())["id"] != retried[1]["id"]
+    assert len(sessions.policy.sampled) == 2
+    sessions.check(opened)
+
+
+def test_session_limit_of_turns_holds_for_requests_at_once(sessions):
+    opened, body = sessions.open(limits={"turns": 2}), {"messages": [{"role": "user", "content": "sum"}]}
+    sessions.policy.delay = 0.3
+    answers = [connection.getresponse() for connection in [begun(sessions, opened, body) for _ in range(5)]]
+    assert sorted(answer.status for answer in answers) == [200, 200, 403, 403, 403]
+    assert len(sessions.policy.sampled) == 2
+
+
+def test_session_replies_without_logprobs_are_not_recorded(sessions):
+    """SGLang writes null for a logprob that is no number."""
+    opened, body, policy = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}, sessions.policy
+
+    async def answers(**_):
+        finish, sampled = {"type": "stop"}, [[None, 5, None]]
+        return {"text": "a", "meta_info": {"output_token_logprobs": sampled, "finish_reason": finish}}
+
+    client, sessions.server.client = sessions.server.client, SimpleNamespace(url="gateway", generate=answers)
+    del sessions.server._generate
+    try:
+        assert sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])[0] == 502
+    finally:
+        sessions.server.client, sessions.server._generate = client, policy
+    assert sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])[0] == 200
+    sessions.check(opened)
