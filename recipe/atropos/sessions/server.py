@@ -284,6 +284,8 @@ class SessionServer:
         for _ in range(_ATTEMPTS):
             answer = await self.client.generate(input_ids=ids, sampling_params=params)
             if (reply := read_reply(answer)) is not None:
+                if None in reply.logprobs:
+                    raise InferenceError(self.client.url, "/generate", "a logprob is no number; see its weights", 502)
                 info, size = answer["meta_info"], len(reply.tokens)
                 whole = [{"version": info.get("weight_version"), "start": 0, "end": size}]
                 return reply, info.get("weight_versions") or whole
