@@ -189,6 +189,8 @@ class Session:
             RequestError: it cannot be rendered, or its prompt leaves no room for a reply.
         """
         messages = self._messages(asked)
+        if messages and messages[-1]["role"] == "assistant":
+            raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
         parent, prompt, said, cause = self._prompt(asked, messages, rendering)
         params = self._params(asked, len(prompt), rendering)
         begun = as_ids(prompt)
@@ -294,8 +296,6 @@ class Session:
             messages = name_tools(messages)
         if asked.prompt is None and not messages:
             raise RequestError("messages is empty; give at least one")
-        if messages and messages[-1]["role"] == "assistant":
-            raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
         return messages
 
     def _prompt(
