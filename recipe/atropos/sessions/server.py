@@ -54,8 +54,9 @@ _BODY_BYTES = 64 << 20
 
 
 def session_key(identifier: str, key: str) -> str:
-    """Return a session's key; ``key`` is the environments'."""
-    return f"{identifier}-{hashlib.blake2b(identifier.encode(), key=key.encode(), digest_size=16).hexdigest()}"
+    """Return a session's key; ``key`` is the environments', of any length."""
+    whole = hashlib.blake2b(key.encode()).digest()
+    return f"{identifier}-{hashlib.blake2b(identifier.encode(), key=whole, digest_size=16).hexdigest()}"
 
 
 class Opened(Strict):

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.sessions.server import session_key
 from recipe.atropos.sessions.session import Session
 from recipe.atropos.sessions.store import Store
 
@@ -125,6 +126,8 @@ def test_session_of_anthropic_messages_with_tools_is_one_row(sessions, stream):
         results = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"} for call in calls]
         messages.append({"role": "user", "content": results or "and"})
     assert reply.content[0].text == "12" and reply.stop_reason == "end_turn"
+    assert client.messages.count_tokens(messages=messages, model="policy", system="sum", tools=tools).input_tokens > 50
+    messages.append({"role": "assistant", "content": "12"})  # also after an assistant's turn
     assert client.messages.count_tokens(messages=messages, model="policy", system="sum", tools=tools).input_tokens > 50
     sessions.check(opened)
     assert sessions.session(opened).summary()["rows"] == 1
@@ -433,3 +436,8 @@ def test_session_replies_without_logprobs_are_not_recorded(sessions):
         sessions.server.client, sessions.server._generate = client, policy
     assert sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])[0] == 200
     sessions.check(opened)
+
+
+def test_session_keys_are_made_of_keys_of_any_length():
+    found = {session_key("a", "k" * length) for length in (1, 64, 65, 1000)}
+    assert len(found) == 4
