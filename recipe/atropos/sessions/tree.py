@@ -178,7 +178,8 @@ class Tree:
             if (same, len(history)) > (common, len(best)):
                 best, common = history, same
         replies = any(each.kind in ("assistant", "calls") for each in said)
-        if common == len(said) or not best or (common == 0 and not replies):
+        own = not replies and all(each.kind == "system" for each in best[:common])
+        if common == len(said) or not best or own:
             return None
         if common == len(best):
             return "other"  # the same messages with other tools, or other arguments of the template

@@ -265,3 +265,11 @@ def test_session_trees_of_any_client_lose_and_double_nothing(tmp_path, data, tem
     asyncio.run(act())
     check_trained_once(policy, program.session.tree)
     check_trained_once(policy, Session.load(program.session.store, program.session.state.id).tree)
+
+
+def test_session_conversations_of_one_system_prompt_are_no_forks(tmp_path):
+    program = run(tmp_path, "chatml", [])
+    system = {"role": "system", "content": "sum"}
+    for text in ("12", "7"):
+        asyncio.run(program.ask([system, user(text)]))
+    assert program.session.forks == {} and len(list(program.session.tree.leaves())) == 2
