@@ -133,3 +133,8 @@ def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+
+
+def test_session_groups_larger_than_a_batch_are_refused(sessions, api):
+    status, answer = sessions.call("POST", "/groups", {"env": "tool", "size": 7})
+    assert status == 400 and "give 1 to 6" in answer["error"]["message"]

@@ -166,7 +166,8 @@ class SessionServer:
         except RequestError as error:
             return _json(dialect.error(error.status, str(error), error.kind), error.status)
         except TrajectoryApiError as error:
-            return _json(dialect.error(502, str(error), "api_error"), 502)
+            status = 400 if error.status == 422 else 502
+            return _json(dialect.error(status, str(error), "api_error"), status)
         except InferenceError as error:
             status = error.status if error.status in (400, 503) else 502
             return _json(dialect.error(status, str(error), "api_error"), status)
