@@ -308,7 +308,7 @@ def baseline(mutants: list[Mutant], workers: int, folder: Path) -> dict[str, flo
     for result in run_all(list(unchanged.values()), {}, workers, folder):
         if result.outcome != "survived":
             raise Broken(
-                f"no mutant's doing: the tests do not pass without any ({result.outcome}); mend them first: "
+                f"no mutant's doing: the tests do not pass without any ({result.outcome}); fix them first: "
                 f"{' '.join(result.mutant.tests)}\n{result.output[-4000:]}"
             )
         seconds[tuple(result.mutant.tests)] = result.seconds

@@ -13,8 +13,8 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 Guarantees:
 
 - A program ends, with all that it started, when its time is over or the environment ends.
-- A session that fails (the program fails, gives no reward, or reaches a limit) is repeated once. If it fails again it
-  is left out of the group and counted, with the cause; it is never scored 0.
+- A session without a reward (the program fails, or gives none, as when it reaches a limit) is repeated once. If it
+  fails again it is left out of the group and counted, with the cause; it is never scored 0.
 - Training samples have the trainer's temperature and no truncation, whatever the program asks for; evaluation is
   greedy.
 """
