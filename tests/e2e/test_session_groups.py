@@ -138,3 +138,10 @@ def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
 def test_session_groups_larger_than_a_batch_are_refused(sessions, api):
     status, answer = sessions.call("POST", "/groups", {"env": "tool", "size": 7})
     assert status == 400 and "give 1 to 6" in answer["error"]["message"]
+
+
+def test_session_groups_check_sampling_before_a_ticket(sessions, api):
+    asked = {"env": "tool", "size": 2, "sampling": {"stop_token_ids": 5}}
+    status, answer = sessions.call("POST", "/groups", asked)
+    assert status == 400 and "stop_token_ids" in answer["error"]["message"]
+    assert not api.get("/diagnose")["queue"]["open_tickets"]

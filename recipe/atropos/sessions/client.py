@@ -58,7 +58,7 @@ class SessionClient:
         await self._session.close()
 
     async def open(self, **fields: Any) -> Opened:
-        """Open a session; ``fields`` are those of ``server.Opened``. If the answer is lost, one stays unused."""
+        """Open a session; ``fields``: see ``SessionRequest``. If the answer is lost, one stays unused."""
         return Opened(**await self._call("POST", "/sessions", fields))
 
     async def end(self, session: str, **result: Any) -> dict[str, Any]:

@@ -12,14 +12,13 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.sessions.client import scored_group
-from recipe.atropos.sessions.messages import RequestError, Strict
-from recipe.atropos.sessions.session import Limits, Session
+from recipe.atropos.sessions.messages import RequestError
+from recipe.atropos.sessions.session import Session, SessionOptions
 from recipe.atropos.sessions.store import DamagedTurn, Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
@@ -31,14 +30,11 @@ _LOOK = 1.0  # s between two looks for groups that are complete, and sessions wh
 _TRIES = 2
 
 
-class GroupRequest(Strict):
+class GroupRequest(SessionOptions, kw_only=True):
     """The body of ``POST /groups``; ``size`` sessions on an item."""
 
     env: str
     size: int
-    item: Any = None
-    sampling: dict[str, Any] = {}
-    limits: Limits = Limits()
 
 
 class Group(msgspec.Struct):

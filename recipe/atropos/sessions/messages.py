@@ -8,18 +8,41 @@ with the arguments as JSON text; a tool's ``tool_call_id`` and ``name``. Tools a
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
+from msgspec import Meta
 
 from recipe.atropos.errors import AtroposError
 
 Message = dict[str, Any]
 
-_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-_WHOLE = ("top_k", "min_tokens", "min_new_tokens", "seed", "sampling_seed")
-_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}  # of SGLang, where they are others
+_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Text = Annotated[str, Meta(min_length=1)]
+_PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
+    "temperature": Annotated[float, Meta(ge=0)],
+    "top_p": Annotated[float, Meta(gt=0, le=1)],
+    "min_p": Annotated[float, Meta(ge=0, le=1)],
+    "top_k": Annotated[int, Meta(ge=-1)],
+    "frequency_penalty": Annotated[float, Meta(ge=-2, le=2)],
+    "presence_penalty": Annotated[float, Meta(ge=-2, le=2)],
+    "repetition_penalty": Annotated[float, Meta(ge=0, le=2)],
+    "min_new_tokens": Annotated[int, Meta(ge=0)],
+    "max_new_tokens": Annotated[int, Meta(ge=1)],
+    "sampling_seed": int,
+    "ignore_eos": bool,
+    "stop_token_ids": list[_Id],
+    "stop": str | list[_Text],
+}
+_NAMES = {name: name for name in _PARAMETERS} | {  # in requests; of several for one, the last counts
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_output_tokens": "max_new_tokens",
+    "stop_sequences": "stop",
+}
 _CONSTRAINTS = (
     "logit_bias logits_processors custom_logit_processor custom_params bad_words allowed_token_ids use_beam_search"
     " regex ebnf grammar json_schema structural_tag structured_outputs guided_json guided_regex guided_choice"
@@ -145,42 +168,34 @@ def typed(value: Any, where: str, *kinds: Any) -> dict[str, Any]:
     return value
 
 
-def sampling_of(body: Mapping[str, Any], limit: Sequence[str] = ("max_tokens",), stop: str = "stop") -> dict[str, Any]:
-    """Return SGLang's sampling parameters for those in a request.
-
-    ``limit`` are the request's names of the reply's length, of which the last counts; ``stop`` that of the texts that
-    end it.
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SGLang's sampling parameters for those in a request of any dialect.
 
     Raises:
-        RequestError: a value has a wrong type, or the request wants several replies or constrained sampling.
+        RequestError: a value is none that SGLang takes, or the request wants several replies or constrained sampling.
     """
     refuse(body, _CONSTRAINTS, _OTHER_POLICY)
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise RequestError(f"{name} is {body[name]!r:.80}; a session gives one reply to a request: leave it out")
-    found: dict[str, Any] = {}
-    for names, types, wanted in ((_NUMBERS, (int, float), "a number"), (_WHOLE, (int,), "a whole number")):
-        for name in names:
-            if (value := body.get(name)) is not None:
-                if type(value) not in types:
-                    raise RequestError(f"{name} is {value!r:.80}; give {wanted}")
-                found[_NAMES.get(name, name)] = value
+    given = {name: body[name] for name in _NAMES if body.get(name) is not None}
+    found = {_NAMES[name]: _converted(value, _PARAMETERS[_NAMES[name]], name) for name, value in given.items()}
     if found.get("top_k") == 0:
         found["top_k"] = -1  # SGLang's way to say all
-    for name in limit:
-        if (value := body.get(name)) is not None:
-            if type(value) is not int or value < 1:
-                raise RequestError(f"{name} is {value!r:.80}; give a whole number from 1 on")
-            found["max_new_tokens"] = value
-    if body.get("ignore_eos"):
-        found["ignore_eos"] = expect(body["ignore_eos"], bool, "ignore_eos")
-    if body.get("stop_token_ids"):
-        found["stop_token_ids"] = ids_of(body["stop_token_ids"], "stop_token_ids")
-    if texts := body.get(stop):
-        found["stop"] = [texts] if isinstance(texts, str) else expect(texts, list, stop)
-        if not all(isinstance(text, str) and text for text in found["stop"]):
-            raise RequestError(f"{stop} is {texts!r:.80}; give a text, or a list of texts, none of them empty")
+    if isinstance(stop := found.get("stop"), str):
+        found["stop"] = [stop] if stop else []
     return found
+
+
+def session_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SGLang's sampling parameters that an environment gives for all requests of a session.
+
+    Raises:
+        RequestError: as ``sampling_of``, or a parameter is unknown.
+    """
+    if unknown := sorted(given.keys() - _NAMES.keys()):
+        raise RequestError(f"sampling.{unknown[0]} is unknown; give {', '.join(_PARAMETERS)}")
+    return sampling_of(given)
 
 
 def ids_of(value: Any, where: str) -> list[int]:
@@ -189,9 +204,14 @@ def ids_of(value: Any, where: str) -> list[int]:
     Raises:
         RequestError: it is not.
     """
-    if not expect(value, list, where) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
-        raise RequestError(f"{where} is {value!r:.80}; give one list of token ids, whole numbers from 0 to 2^31 - 1")
-    return value
+    return _converted(value, Annotated[list[_Id], Meta(min_length=1)], where)
+
+
+def _converted(value: Any, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{where} is {value!r:.80}: {error}") from error
 
 
 def refuse(body: Mapping[str, Any], names: Iterable[str], why: str = "is not supported in sessions") -> None:

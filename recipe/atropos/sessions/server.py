@@ -40,7 +40,7 @@ from recipe.atropos.sessions.dialects import DIALECTS, anthropic
 from recipe.atropos.sessions.groups import GroupRequest, Groups
 from recipe.atropos.sessions.messages import Asked, RequestError, Strict
 from recipe.atropos.sessions.rendering import Rendering
-from recipe.atropos.sessions.session import Exchange, Limits, Session, State
+from recipe.atropos.sessions.session import Exchange, Session, SessionRequest, State
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -57,17 +57,6 @@ def session_key(identifier: str, key: str) -> str:
     """Return a session's key; ``key`` is the environments', of any length."""
     whole = hashlib.blake2b(key.encode()).digest()
     return f"{identifier}-{hashlib.blake2b(identifier.encode(), key=whole, digest_size=16).hexdigest()}"
-
-
-class Opened(Strict):
-    """The body of ``POST /sessions``; see ``State``."""
-
-    env: str = ""
-    item: Any = None
-    group: str | None = None
-    seq: int = 0
-    sampling: dict[str, Any] = {}
-    limits: Limits = Limits()
 
 
 class Ended(Strict):
@@ -178,7 +167,7 @@ class SessionServer:
         return _json({"status": "ok"})
 
     async def open(self, request: web.Request) -> web.Response:
-        asked = _decoded(await request.read(), Opened)
+        asked = _decoded(await request.read(), SessionRequest)
         return _json(self._access(request, self._open(**msgspec.structs.asdict(asked))))
 
     def _open(self, **fields: Any) -> Session:

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +21,17 @@ import numpy as np
 
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.sampled import SampledReply
-from recipe.atropos.sessions.messages import Asked, Call, Message, Reply, RequestError, Strict, digest, name_tools
+from recipe.atropos.sessions.messages import (
+    Asked,
+    Call,
+    Message,
+    Reply,
+    RequestError,
+    Strict,
+    digest,
+    name_tools,
+    session_sampling,
+)
 from recipe.atropos.sessions.rendering import Rendering, as_ids
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.sessions.tree import Said, Tree, Turn, identified
@@ -41,23 +51,37 @@ class Limits(Strict):
     context: int | None = None
 
 
-@dataclass(kw_only=True)
-class State:
-    """What is stored of a session. ``sampling`` overrides what requests ask; ``end`` is "reward", the limit that was
-    reached, or the reason why the program failed.
+class SessionOptions(Strict, kw_only=True):
+    """What sessions are opened with: ``sampling`` overrides what their requests ask.
+
+    Raises:
+        RequestError: a sampling parameter is unknown or has a wrong value; names it.
     """
 
-    id: str
-    env: str = ""
     item: Any = None
+    sampling: dict[str, Any] = {}
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "sampling", session_sampling(self.sampling))
+
+
+class SessionRequest(SessionOptions, kw_only=True):
+    """The body of ``POST /sessions``."""
+
+    env: str = ""
     group: str | None = None
     seq: int = 0
-    sampling: dict[str, Any] = field(default_factory=dict)
-    limits: Limits = field(default_factory=Limits)
+
+
+class State(SessionRequest, kw_only=True):
+    """What is stored of a session; ``end`` is "reward", the limit that was reached, or why the program failed."""
+
+    id: str
     created: float
     end: str | None = None
     reward: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = {}
     turn_values: list[float] | None = None
     finished: bool = True
 
@@ -163,7 +187,7 @@ class Session:
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``."""
         if self.state.end is None or (end == "reward" and self.state.reward is None):
-            self.state = replace(self.state, end=end, **result)
+            self.state = msgspec.structs.replace(self.state, end=end, **result)
             self.save()
 
     def cancel(self) -> None:
@@ -339,10 +363,7 @@ class Session:
                 raise RequestError(message, 400, "context_length_exceeded")
             room.append(limits.context - prompt)
         params["max_new_tokens"] = min(room, default=None)
-        try:
-            return {**params, **SamplingParams.from_request(params).request()}
-        except (TypeError, ValueError) as error:
-            raise RequestError(f"sampling parameters {params}: {error}") from error
+        return {**params, **SamplingParams.from_request(params).request()}
 
     def _reply(
         self,

@@ -438,6 +438,29 @@ def test_session_replies_without_logprobs_are_not_recorded(sessions):
     sessions.check(opened)
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"temprature": 1.0}, "temprature"),
+        ({"regex": "a"}, "regex"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 10**400}, "top_p"),
+    ],
+)
+def test_session_sampling_is_checked_as_it_is_opened(sessions, given, named):
+    status, answer = sessions.call("POST", "/sessions", {"sampling": given})
+    assert status == 400 and named in answer["error"]["message"]
+
+
+def test_session_sampling_is_written_as_sglang_takes_it(sessions):
+    opened = sessions.open(sampling={"top_k": 0, "stop": "a", "seed": 7, "temperature": None})
+    state = sessions.call("GET", f"/sessions/{opened['id']}")[1]
+    assert state["sampling"] == {"top_k": -1, "stop": ["a"], "sampling_seed": 7}
+
+
 def test_session_keys_are_made_of_keys_of_any_length():
     found = {session_key("a", "k" * length) for length in (1, 64, 65, 1000)}
     assert len(found) == 4

@@ -72,7 +72,7 @@ def count(body: dict[str, Any]) -> Asked:
     return Asked(
         messages=name_tools(_messages(body)),
         tools=tools_of(body, choice, ("custom", None), schema="input_schema"),
-        sampling=sampling_of(body, stop="stop_sequences"),
+        sampling=sampling_of(body),
         template=template,
         stream=expect(body.get("stream") or False, bool, "stream"),
         body=body,

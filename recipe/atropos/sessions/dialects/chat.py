@@ -57,7 +57,7 @@ def read(body: dict[str, Any]) -> Asked:
     return Asked(
         messages=name_tools([_message(one, f"messages[{i}]") for i, one in enumerate(given)]),
         tools=tools_of(body, body.get("tool_choice"), within="function"),
-        sampling=sampling_of(body, ("max_tokens", "max_completion_tokens")),
+        sampling=sampling_of(body),
         template=template,
         stream=expect(body.get("stream") or False, bool, "stream"),
         body=body,

@@ -43,12 +43,10 @@ def read(body: dict[str, Any]) -> Asked:
     if ids is None and not expect(text, str, "text"):
         raise RequestError("text is empty; give a prompt")
     params = expect(body.get("sampling_params") or {}, dict, "sampling_params")
-    sampling = sampling_of(params, ("max_new_tokens",))
-    if "max_new_tokens" not in params:
-        sampling["max_new_tokens"] = 128  # SGLang's default
+    default = {} if "max_new_tokens" in params else {"max_new_tokens": 128}  # SGLang's
     return Asked(
         prompt=text if ids is None else ids_of(ids, "input_ids"),
-        sampling=sampling,
+        sampling={**default, **sampling_of(params)},
         stream=expect(body.get("stream") or False, bool, "stream"),
         body=body,
     )

@@ -58,7 +58,7 @@ def read(body: dict[str, Any]) -> Asked:
     return Asked(
         messages=name_tools(messages),
         tools=tools_of(body, body.get("tool_choice")),
-        sampling=sampling_of(body, ("max_output_tokens",)),
+        sampling=sampling_of(body),
         template={"reasoning_effort": expect(effort, str, "reasoning.effort")} if effort else {},
         previous=expect(previous, str, "previous_response_id").removeprefix("resp_") if previous else None,
         stream=expect(body.get("stream") or False, bool, "stream"),
