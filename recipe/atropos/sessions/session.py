@@ -132,6 +132,8 @@ class Session:
     retries: int = 0
     tools: bool = False  # whether a request had some
     exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
+    reserved: int = 0  # tokens that the replies in flight may have
+    freed: asyncio.Event = field(default_factory=asyncio.Event)  # some of them are not reserved any more
 
     @classmethod
     def load(cls, store: Store, identifier: str) -> "Session | None":
@@ -168,10 +170,10 @@ class Session:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
         limits = self.state.limits
         if self.state.end is None:
-            if limits.turns is not None and len(self.tree.turns) + self._in_flight() >= limits.turns:
-                self.finish("turns")
-            elif limits.tokens is not None and self.sampled >= limits.tokens:
+            if limits.tokens is not None and self.sampled >= limits.tokens:
                 self.finish("tokens")
+            elif limits.turns is not None and len(self.tree.turns) + self._in_flight() >= limits.turns:
+                self.finish("turns")
             elif limits.seconds is not None and time.time() - self.state.created > limits.seconds:
                 self.finish("seconds")
         if (end := self.state.end) is not None:
@@ -210,15 +212,21 @@ class Session:
         """Sample and store the reply to a request; return its turn's number.
 
         Raises:
-            RequestError: it cannot be rendered, or its prompt leaves no room for a reply.
+            RequestError: it cannot be rendered, or there is no room for a reply.
         """
+        await self._tokens_left()
         messages = self._messages(asked)
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
         parent, prompt, said, cause = self._prompt(asked, messages, rendering)
         params = self._params(asked, len(prompt), rendering)
-        begun = as_ids(prompt)
-        sampled, spans = await generate(prompt, params)
+        begun, reserved = as_ids(prompt), params["max_new_tokens"] or 0
+        self.reserved += reserved
+        try:
+            sampled, spans = await generate(prompt, params)
+        finally:  # from here to the record nothing else runs
+            self.reserved -= reserved
+            self.freed.set()
         reply = self._reply(asked, sampled, spans, prompt, rendering, model)
         added = begun if parent is None else begun[len(parent.ids()) :]
         if asked.prompt is None:
@@ -348,6 +356,15 @@ class Session:
             cause = self.tree.fork_cause(said)
         return None, rendering.prompt(messages, asked.tools, asked.template), said, cause
 
+    async def _tokens_left(self) -> None:
+        """Wait while the replies in flight may have all tokens that are left. Raises RequestError: they had them."""
+        limit = self.state.limits.tokens
+        while limit is not None and self.reserved and self.sampled + self.reserved >= limit:
+            self.freed.clear()
+            await self.freed.wait()
+        if limit is not None and self.sampled >= limit:
+            self.check()
+
     def _params(self, asked: Asked, prompt: int, rendering: Rendering) -> dict[str, Any]:
         """Return the parameters of SGLang's request, every one of them, for a prompt of so many tokens."""
         limits = self.state.limits
@@ -356,7 +373,7 @@ class Session:
             params["stop_token_ids"] = sorted({*params.get("stop_token_ids", ()), *rendering.ends})
         room = [params["max_new_tokens"]] if params["max_new_tokens"] is not None else []
         if limits.tokens is not None:
-            room.append(limits.tokens - self.sampled)
+            room.append(limits.tokens - self.sampled - self.reserved)
         if limits.context is not None:
             if prompt >= limits.context:
                 message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"

@@ -420,6 +420,23 @@ def test_session_limit_of_turns_holds_for_requests_at_once(sessions):
     assert len(sessions.policy.sampled) == 2
 
 
+def test_session_limit_of_tokens_holds_for_requests_at_once(sessions):
+    """One that leaves tokens runs beside another; one that finds none left waits for what those before do not use."""
+    opened, text = sessions.open(limits={"tokens": 40}), "the sum of 12 and 7 is 19"
+    sessions.policy.script, sessions.policy.delay = [text, text, *["the sum"] * 9], 1.0
+    started, body = time.monotonic(), {"messages": [{"role": "user", "content": "sum"}], "max_tokens": 20}
+    answers = [connection.getresponse() for connection in [begun(sessions, opened, body) for _ in range(2)]]
+    assert [answer.status for answer in answers] == [200, 200] and time.monotonic() - started < 1.9
+    del body["max_tokens"]
+    sessions.policy.delay = 0.05
+    answers = [connection.getresponse() for connection in [begun(sessions, opened, body) for _ in range(12)]]
+    assert {answer.status for answer in answers} == {200, 403}
+    assert sum(answer.status == 200 for answer in answers) > 1
+    assert sum(len(tokens) for _, tokens, _ in sessions.policy.sampled) <= 40
+    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["end"] == "tokens"
+    sessions.check(opened)
+
+
 def test_session_replies_without_logprobs_are_not_recorded(sessions):
     """SGLang writes null for a logprob that is no number."""
     opened, body, policy = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}, sessions.policy
