@@ -84,6 +84,7 @@ class State(SessionRequest, kw_only=True):
     metrics: dict[str, float] = {}
     turn_values: list[float] | None = None
     finished: bool = True
+    retries: int = 0
 
 
 @dataclass
@@ -129,7 +130,6 @@ class Session:
     state: State
     store: Store
     tree: Tree = field(default_factory=Tree)
-    retries: int = 0
     tools: bool = False  # whether a request had some
     exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
     reserved: int = 0  # tokens that the replies in flight may have
@@ -157,7 +157,8 @@ class Session:
         known = self.exchanges.setdefault(request, [])
         lost = [exchange for exchange in known if not (exchange.delivered or exchange.open)]
         if found := lost or (known if retry else []):
-            self.retries += 1
+            self.state = msgspec.structs.replace(self.state, retries=self.state.retries + 1)
+            self.save()
             return found[-1]
         known.append(Exchange())
         return known[-1]
@@ -306,7 +307,7 @@ class Session:
             "tools": self.tools,
             "tool_calls": sum(bool(turn.said) and turn.said[-1].kind == "calls" for turn in turns),
             "repeats": sum(turn.repeats for turn in turns),
-            "retries": self.retries,
+            "retries": self.state.retries,
             "forks": dict(self.forks),
         }
 
