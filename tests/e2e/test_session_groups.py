@@ -3,6 +3,7 @@
 import contextlib
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -145,3 +146,15 @@ def test_session_groups_check_sampling_before_a_ticket(sessions, api):
     status, answer = sessions.call("POST", "/groups", asked)
     assert status == 400 and "stop_token_ids" in answer["error"]["message"]
     assert not api.get("/diagnose")["queue"]["open_tickets"]
+
+
+def test_session_groups_wait_for_tickets_at_once(sessions, api, monkeypatch):
+    """Those of several environments; each is registered once."""
+    monkeypatch.setattr("recipe.atropos.sessions.groups._TICKET_SECONDS", 3.0)
+    while sessions.call("POST", "/groups", {"env": "tool", "size": 6})[0] == 200:
+        pass
+    started, asked = time.monotonic(), [{"env": env, "size": 1} for env in ("a", "a", "b", "c")]
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda body: sessions.call("POST", "/groups", body)[0], asked))
+    assert found == [503] * 4 and 6.0 <= time.monotonic() - started < 9.0  # two of "a", one after the other
+    assert len(api.get("/diagnose")["environments"]) == 4

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import defaultdict
 from collections.abc import Callable
 
 import msgspec
@@ -66,7 +67,7 @@ class Groups:
         self._env_ids = {group.request.env: group.env_id for group in self._groups.values()}
         for group in self._groups.values():
             api.hold(group.env_id, group.ticket)
-        self._lock = asyncio.Lock()  # tickets are taken one at a time
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by environment, which is registered once
 
     async def open(self, request: GroupRequest) -> list[Session]:
         """Take a ticket and open the sessions of a group.
@@ -77,7 +78,7 @@ class Groups:
         """
         if request.size < 1:
             raise RequestError(f"size={request.size}: give 1 or more")
-        async with self._lock:
+        async with self._locks[request.env]:
             ticket = await self._ticket(request)
         if ticket is None:
             status = await self._api.diagnose()
