@@ -6,7 +6,7 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 - ``command``: a program in a folder of its own, with the item as JSON in ``$ATROPOS_ITEM``; the address and the
   session's key are in ``$OPENAI_BASE_URL`` and ``$OPENAI_API_KEY``, and in the same of ``$ANTHROPIC_``. The reward is
   the last line of JSON that it prints, a number or ``{"reward": ..., "metrics": {...}}``, or what ``score`` returns,
-  ``MODULE:function(item, output)``.
+  ``MODULE:function(item, output)``, called in a thread.
 - ``agent``: ``MODULE:function``, an async ``agent(item, base_url, api_key)`` that returns the reward; OpenAI's clients
   want ``base_url`` with ``/v1``.
 
@@ -231,7 +231,7 @@ class ProgramEnv(ItemsEnv):
                 await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
                 log.unlink(missing_ok=True)
         if self.config.score is not None:
-            scored = _function("score", self.config.score)(item, output)
+            scored = await asyncio.to_thread(_function("score", self.config.score), item, output)
             return await scored if inspect.isawaitable(scored) else scored
         if status != 0:
             logger.warning("session %s: exit status %d: %s", opened.id, status, output[-2000:])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_program_ends_also_if_its_time_is_over_at_once(tmp_path, monkeypatch):
     before = len(unstopped)
     found = counted(tmp_path, monkeypatch, {}, [], command="sleep 47", time_limit=0.005)
     assert found["failed/seconds"] == 4 and len(unstopped) == before
+
+
+def scores_slowly(item, output):
+    time.sleep(1.5)
+    return 1.0
+
+
+def test_program_score_holds_up_nothing(tmp_path, monkeypatch):
+    """It is a plain function; where it takes longer than its session may, that has no reward."""
+    found = counted(tmp_path, monkeypatch, {}, [], command="true", score=f"{__name__}:scores_slowly", time_limit=1.0)
+    assert found["failed/seconds"] == 4
 
 
 @pytest.mark.parametrize(
