@@ -5,8 +5,8 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 
 - ``command``: a program in a folder of its own, with the item as JSON in ``$ATROPOS_ITEM``; the address and the
   session's key are in ``$OPENAI_BASE_URL`` and ``$OPENAI_API_KEY``, and in the same of ``$ANTHROPIC_``. The reward is
-  the last line of JSON that it prints, a number or ``{"reward": ..., "metrics": {...}}``, or what ``score`` returns,
-  ``MODULE:function(item, output)``, called in a thread.
+  the last line that it prints that holds one, a number or a mapping with ``reward`` (and ``metrics``, if it likes) as
+  JSON, or what ``score`` returns, ``MODULE:function(item, output)``, called in a thread.
 - ``agent``: ``MODULE:function``, an async ``agent(item, base_url, api_key)`` that returns the reward; OpenAI's clients
   want ``base_url`` with ``/v1``.
 
@@ -205,7 +205,7 @@ class ProgramEnv(ItemsEnv):
         return await _function("agent", self.config.agent)(item, opened.base_url, opened.api_key)
 
     async def _execute(self, item: Item, opened: Opened) -> Any:
-        """Run the command; return what ``score`` says of its output, or its last line of JSON."""
+        """Run the command; return what ``score`` says of its output, or its last line that holds a reward."""
         variables = {
             API_KEY_VARIABLE: "",  # the environments' key is no program's
             "ATROPOS_ITEM": json.dumps(item),
@@ -236,7 +236,7 @@ class ProgramEnv(ItemsEnv):
         if status != 0:
             logger.warning("session %s: exit status %d: %s", opened.id, status, output[-2000:])
             raise SessionFailed("exit_status")
-        return next(filter(_is_json, reversed(output.split("\n"))), None)
+        return next(filter(_holds_reward, reversed(output.split("\n"))), None)
 
     # ------------------------------------------------------------------ evaluation
 
@@ -266,7 +266,7 @@ def read_reward(result: Any) -> tuple[float, dict[str, float]]:
     Raises:
         SessionFailed: there is no reward, or it is not a finite number.
     """
-    found = json.loads(result) if isinstance(result, str) and _is_json(result) else result
+    found = json.loads(result) if isinstance(result, str) and _holds_reward(result) else result
     metrics: dict[str, float] = {}
     if isinstance(found, dict):
         given = found.get("metrics")
@@ -281,12 +281,12 @@ def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_json(line: str) -> bool:
+def _holds_reward(line: str) -> bool:
     try:
-        json.loads(line)
-    except ValueError:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
         return False
-    return True
+    return "reward" in found if isinstance(found, dict) else isinstance(found, float) or type(found) is int
 
 
 def _function(name: str, target: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.sessions.client import Opened
 from recipe.atropos.utils.process import unstopped
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -49,6 +51,13 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
     return {name.removeprefix("sessions/"): n for name, n in found.items()}
 
 
+def printed(command):
+    """The reward of a command, which needs no server."""
+    env = object.__new__(ProgramEnv)
+    env.config = ProgramEnvConfig(command=command)
+    return read_reward(asyncio.run(env._execute(1, Opened("s", "http://127.0.0.1:1", "key"))))[0]
+
+
 def test_program_counts_calls_of_tools_and_repeats(tmp_path, monkeypatch):
     """A session of the same call in most turns repeats it, one of a call that comes twice does not."""
     replies = [CALL, CALL, CALL, "19", CALL, CALL, OTHER, "19"]
@@ -79,6 +88,14 @@ def test_program_score_holds_up_nothing(tmp_path, monkeypatch):
     """It is a plain function; where it takes longer than its session may, that has no reward."""
     found = counted(tmp_path, monkeypatch, {}, [], command="true", score=f"{__name__}:scores_slowly", time_limit=1.0)
     assert found["failed/seconds"] == 4
+
+
+@pytest.mark.parametrize("output", ['{"done": true}', '"bye"', "[1]", "null", "[" * 100_000, "bye"])
+def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
+    """Not the last that is JSON."""
+    script = tmp_path / "agent.py"
+    script.write_text(f"print(0.25)\nprint('{{\"reward\": 0.5}}')\nprint({output!r})")
+    assert printed(f"{sys.executable} {script}") == 0.5
 
 
 @pytest.mark.parametrize(
