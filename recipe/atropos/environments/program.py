@@ -215,7 +215,8 @@ class ProgramEnv(ItemsEnv):
             "ANTHROPIC_API_KEY": opened.api_key,
         }
         command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
-        command = [os.path.abspath(word) if os.path.exists(word) else word for word in command]
+        found = [os.path.abspath(word) if os.path.exists(word) else word for word in command]
+        command = found if "/" in command[0] else [command[0], *found[1:]]  # as a shell looks for a program
         with tempfile.TemporaryDirectory(prefix="session-") as folder:
             log = Path(folder).with_suffix(".log")
             work = asyncio.to_thread(

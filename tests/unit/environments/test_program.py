@@ -98,6 +98,16 @@ def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
     assert printed(f"{sys.executable} {script}") == 0.5
 
 
+def test_program_command_is_found_through_path(tmp_path, monkeypatch):
+    """Where a file or a folder has its name; the paths after it are of the folder where it is started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "agent.sh").write_text("#!/bin/sh\necho 0.5")
+    assert printed("env sh agent.sh") == 0.5
+    (tmp_path / "agent.sh").chmod(0o700)
+    assert printed("./agent.sh") == 0.5
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
