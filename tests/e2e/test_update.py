@@ -394,8 +394,9 @@ def test_rejecting_the_last_token_keeps_the_score_of_its_row():
 
 
 def reference_groups(trainer, plain, model_path):
-    """With logprobs of a reference policy that is near the policy as it is now."""
+    """With logprobs of a reference policy that is near the policy that an update starts from."""
     groups, rng = some_groups(model_path), np.random.default_rng(2)
+    trainer.actor.load_checkpoint(trainer.start)  # the update before this one has moved it
     plain.load_state_dict(Update._weights(trainer))
     for group in groups:
         group["ref_logprobs"] = [rng.normal(size=len(tokens)).tolist() for tokens in group["tokens"]]
