@@ -5,7 +5,7 @@ import httpx2
 import openai
 import orjson
 
-from recipe.atropos.sessions.messages import Call, Reply, RequestError
+from recipe.atropos.sessions.messages import KEEP_ALIVE, Call, Reply, RequestError, error_body, event
 
 _HEAD = {
     "id": "a1b2",
@@ -39,14 +39,13 @@ def transport(dialect, reply):
             read = dialect.count if request.url.path == getattr(dialect, "COUNT_PATH", None) else dialect.read
             asked = read(handle.body)
         except RequestError as problem:
-            body = dialect.error(problem.status, str(problem), problem.kind)
-            return httpx2.Response(problem.status, json=body)
-        assert request.url.path in (*dialect.PATHS, getattr(dialect, "COUNT_PATH", None))
-        if request.url.path not in dialect.PATHS:
+            return httpx2.Response(problem.status, json=error_body(problem.status, str(problem), problem.code))
+        assert request.url.path in (dialect.PATH, getattr(dialect, "COUNT_PATH", None))
+        if request.url.path != dialect.PATH:
             return httpx2.Response(200, json={"input_tokens": 3})
         if not asked.stream:
             return httpx2.Response(200, json=dialect.answer(asked, reply))
-        events = b"".join([dialect.KEEP_ALIVE, *(reply if isinstance(reply, list) else dialect.events(asked, reply))])
+        events = b"".join([KEEP_ALIVE, *(reply if isinstance(reply, list) else dialect.events(asked, reply))])
         return httpx2.Response(200, content=events, headers={"content-type": "text/event-stream"})
 
     return handle
@@ -68,3 +67,6 @@ def data_of(events):
     """The data of server-sent events, parsed."""
     lines = [line for line in b"".join(events).split(b"\n") if line.startswith(b"data: ")]
     return [line[6:].decode() if line == b"data: [DONE]" else orjson.loads(line[6:]) for line in lines]
+
+
+FAILED = event(error_body(503, "no server is left"), "error")  # as the server writes it in a stream

@@ -198,7 +198,7 @@ class Sessions:
 
         async def serve():
             client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
-            api = self.api and TrajectoryApiClient(self.api)
+            api = TrajectoryApiClient(self.api or "http://127.0.0.1:1")
             self.server = SessionServer(store, rendering, client, self.KEY, "policy", api)
             self.server._generate = self.policy
             self.runner = web.AppRunner(self.server.app(), handler_cancellation=True, shutdown_timeout=0.1)

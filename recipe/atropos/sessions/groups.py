@@ -82,7 +82,7 @@ class Groups:
             ticket = await self._ticket(request)
         if ticket is None:
             status = await self._api.diagnose()
-            raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503, "api_error")
+            raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503)
         group = Group(secrets.token_hex(12), request, self._env_ids[request.env], ticket, [], [])
         sessions = [self._begin(group, seq) for seq in range(request.size)]
         group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
@@ -105,7 +105,7 @@ class Groups:
                 registration = {"desired_name": request.env, "weight": 1.0, "group_size": request.size}
                 answer = await self._api.register_env({"max_token_length": 0, **registration})
                 if answer["status"] != "success":
-                    raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503, "api_error")
+                    raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
                 self._env_ids[request.env] = answer["env_id"]
             try:
                 return await self._api.begin(self._env_ids[request.env], request.size, _TICKET_SECONDS)

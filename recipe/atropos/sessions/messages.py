@@ -53,11 +53,13 @@ _WORDS = {bool: "true or false", dict: "an object", list: "a list", str: "a text
 
 
 class RequestError(AtroposError, ValueError):
-    """A request that is not answered; the message names the field and says what is possible. ``status``: HTTP's."""
+    """A request that is not answered; the message names the field and says what is possible. ``status`` is HTTP's,
+    ``code`` OpenAI's, where it has one.
+    """
 
-    def __init__(self, message: str, status: int = 400, kind: str = "invalid_request_error"):
+    def __init__(self, message: str, status: int = 400, code: str | None = None):
         super().__init__(message)
-        self.status, self.kind = status, kind
+        self.status, self.code = status, code
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # type: ignore[call-arg]
@@ -317,15 +319,16 @@ def event(data: Any, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
-COMMENT = b": still sampling\n\n"  # an event that clients skip
+KEEP_ALIVE = b": still sampling\n\n"  # a comment, which clients of all dialects skip
 DONE = event("[DONE]")
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
-def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Return an error's body as OpenAI's clients read it; ``code`` is the status, as with SGLang and vLLM."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-def openai_failed(status: int, message: str, kind: str) -> bytes:
-    """Return an error as an event, on which OpenAI's clients raise."""
-    return event(openai_error(status, message, kind))
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Return an error's body for the clients of all dialects, also as the only event of a stream: OpenAI's and
+    Anthropic's read ``error``, with Anthropic's types; readers of events of OpenAI's responses the fields beside it.
+    """
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    error = {"message": message, "type": kind, "param": None, "code": code or status}
+    named = {"code": str(code or status), "message": message, "param": None}
+    return {"type": "error", "sequence_number": 0, **named, "error": error}

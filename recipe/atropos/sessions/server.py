@@ -15,7 +15,6 @@ The endpoints of the environments: ``POST /sessions``, ``GET /sessions/ID``, ``G
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import logging
@@ -29,7 +28,6 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-import orjson
 from aiohttp import hdrs, web
 from transformers import AutoTokenizer
 
@@ -38,7 +36,7 @@ from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
 from recipe.atropos.sessions.dialects import DIALECTS, anthropic
 from recipe.atropos.sessions.groups import GroupRequest, Groups
-from recipe.atropos.sessions.messages import Asked, RequestError, Strict
+from recipe.atropos.sessions.messages import KEEP_ALIVE, Asked, RequestError, Strict, error_body, event
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.session import Exchange, Session, SessionRequest, State
 from recipe.atropos.sessions.store import Store
@@ -51,6 +49,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 5  # at a reply that the servers abort
 _KEEP_ALIVE = 10.0  # s between two signs of life of a stream
 _BODY_BYTES = 64 << 20
+_FAILURES = (RequestError, TrajectoryApiError, InferenceError)  # that are answered; any other is a fault of ours
 
 
 def session_key(identifier: str, key: str) -> str:
@@ -70,7 +69,7 @@ class Ended(Strict):
 
 
 class SessionServer:
-    """Request handlers over a run's sessions. ``key`` is the environments'; without ``api`` there are no groups."""
+    """Request handlers over a run's sessions. ``key`` is the environments'."""
 
     def __init__(
         self,
@@ -79,11 +78,11 @@ class SessionServer:
         client: SGLangClient,
         key: str,
         model: str,
-        api: TrajectoryApiClient | None = None,
+        api: TrajectoryApiClient,
     ):
         self.store, self.rendering, self.client, self.model = store, rendering, client, model
         self._key, self._api = key, api
-        self._groups = None if api is None else Groups(store, api, self._open, self._loaded, self._forget)
+        self._groups = Groups(store, api, self._open, self._loaded, self._forget)
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -99,15 +98,13 @@ class SessionServer:
             app.router.add_get(f"{start}/v1/models", self.models)
             app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
             for dialect in DIALECTS:
-                for path in dialect.PATHS:
-                    app.router.add_post(start + path, partial(self.answer, dialect))
+                app.router.add_post(start + dialect.PATH, partial(self.answer, dialect))
         app.cleanup_ctx.append(self._run)
         return app
 
     async def _run(self, app: web.Application) -> Any:
-        async with self.client, self._api or contextlib.nullcontext():
-            if self._groups is not None:
-                self._tasks.add(asyncio.create_task(self._groups.run()))
+        async with self.client, self._api:
+            self._tasks.add(asyncio.create_task(self._groups.run()))
             yield
             for task in self._tasks:
                 task.cancel()
@@ -119,7 +116,7 @@ class SessionServer:
     def _of_environments(self, handler: Callable[[web.Request], Awaitable[web.Response]]) -> Any:
         async def guarded(request: web.Request) -> web.Response:
             if not hmac.compare_digest(_given_key(request).encode(), self._key.encode()):
-                raise RequestError("this takes the environments' key", 401, "authentication_error")
+                raise RequestError("this takes the environments' key", 401)
             return await handler(request)
 
         return guarded
@@ -129,37 +126,28 @@ class SessionServer:
         given, named = _given_key(request), request.match_info.get("id")
         identifier = given.rpartition("-")[0]
         if not hmac.compare_digest(given.encode(), session_key(identifier, self._key).encode()):
-            raise RequestError("the API key is no session's", 401, "authentication_error")
+            raise RequestError("the API key is no session's", 401)
         if named not in (None, identifier):
-            raise RequestError("the API key is another session's than the path's", 403, "permission_error")
+            raise RequestError("the API key is another session's than the path's", 403)
         return self._loaded(identifier)
 
     def _loaded(self, identifier: str) -> Session:
         if identifier not in self._sessions:
             session = Session.load(self.store, identifier)
             if session is None:
-                raise RequestError(f"no session {identifier}", 404, "not_found_error")
-            if session.state.end is not None and not self._held(session):
+                raise RequestError(f"no session {identifier}", 404)
+            if session.state.end is not None and not self._groups.holds(session):
                 return session
             self._sessions[identifier] = session
         return self._sessions[identifier]
 
-    def _held(self, session: Session) -> bool:
-        return self._groups is not None and self._groups.holds(session)
-
     @web.middleware
     async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        dialect = _dialect_of(request.path)
         try:
             return await handler(request)
-        except RequestError as error:
-            return _json(dialect.error(error.status, str(error), error.kind), error.status)
-        except TrajectoryApiError as error:
-            status = 400 if error.status == 422 else 502
-            return _json(dialect.error(status, str(error), "api_error"), status)
-        except InferenceError as error:
-            status = error.status if error.status in (400, 503) else 502
-            return _json(dialect.error(status, str(error), "api_error"), status)
+        except _FAILURES as error:
+            status, body = _problem(error)
+            return _json(body, status)
 
     # ------------------------------------------------------------------ environments
 
@@ -182,8 +170,6 @@ class SessionServer:
         return {"id": identifier, "base_url": url, "api_key": session_key(identifier, self._key)}
 
     async def open_group(self, request: web.Request) -> web.Response:
-        if self._groups is None:
-            raise RequestError("this session server has no Trajectory API: start it with --api", 404, "not_found_error")
         sessions = await self._groups.open(_decoded(await request.read(), GroupRequest))
         opened = [self._access(request, session) for session in sessions]
         return _json({"id": sessions[0].state.group, "sessions": opened})
@@ -204,9 +190,9 @@ class SessionServer:
         session.finish(**result)
         session.cancel()
         answer = msgspec.to_builtins(session.state) | session.summary()
-        if self._groups is not None and (again := self._groups.ended(session)) is not None:
+        if (again := self._groups.ended(session)) is not None:
             answer["again"] = self._access(request, again)
-        if not self._held(session):
+        if not self._groups.holds(session):
             self._forget(session)
         return _json(answer)
 
@@ -224,40 +210,31 @@ class SessionServer:
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        asked = anthropic.count(_object(await request.read()))
+        asked = anthropic.count(_decoded(await request.read(), dict))
         return _json({"input_tokens": len(session.prompt(asked, self.rendering))})
 
     async def answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await request.read()
-        asked = dialect.read(_object(body))
+        asked = dialect.read(_decoded(body, dict))
         digest = hashlib.blake2b(request.path.encode() + body, digest_size=16).digest()
-        exchange = self._exchange(session, asked, digest, request)
+        exchange = session.exchange(digest, request.headers.get("x-stainless-retry-count", "0") != "0")
+        if exchange.task is None and exchange.number is None:
+            exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
+            self._tasks.add(exchange.task)
+            exchange.task.add_done_callback(self._sampled)
         exchange.open += 1
         try:
             if asked.stream:
-                return await self._stream(dialect, session, asked, exchange, request)
-            reply = await self._reply(session, exchange)
-            response = _json(dialect.answer(asked, reply))
-            await response.prepare(request)
+                response = await self._stream(dialect, session, asked, exchange, request)
+            else:
+                await exchange.stored()
+                response = _json(dialect.answer(asked, session.recorded(exchange.number)))
+                await response.prepare(request)
             await response.write_eof()
             session.delivered(exchange)
             return response
         finally:
             exchange.open -= 1
-
-    def _exchange(self, session: Session, asked: Asked, digest: bytes, request: web.Request) -> Exchange:
-        """Return the exchange of a request, begun if it is no retry."""
-        exchange = session.exchange(digest, request.headers.get("x-stainless-retry-count", "0") != "0")
-        if exchange.task is None and exchange.number is None:
-            try:
-                session.check()
-            except RequestError:
-                session.drop(digest, exchange)
-                raise
-            exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
-            self._tasks.add(exchange.task)
-            exchange.task.add_done_callback(self._sampled)
-        return exchange
 
     def _sampled(self, task: asyncio.Task) -> None:
         self._tasks.discard(task)
@@ -268,7 +245,7 @@ class SessionServer:
         try:
             exchange.number = await session.sample(asked, digest, self.rendering, self._generate, self.model)
         except BaseException:
-            session.drop(digest, exchange)
+            session.exchanges[digest].remove(exchange)  # so that a retry asks again
             raise
 
     async def _generate(self, ids: list[int], params: dict[str, Any]) -> tuple[SampledReply, list[dict[str, Any]]]:
@@ -282,56 +259,32 @@ class SessionServer:
                 return reply, info.get("weight_versions") or whole
         raise InferenceError(self.client.url, "/generate", f"aborted or empty, {_ATTEMPTS} times; see its log", 503)
 
-    async def _reply(self, session: Session, exchange: Exchange) -> Any:
-        if exchange.number is None:
-            await asyncio.wait([exchange.task])
-            exchange.raise_failure()
-        return session.recorded(exchange.number)
-
     async def _stream(
         self, dialect: ModuleType, session: Session, asked: Asked, exchange: Exchange, request: web.Request
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await response.write(dialect.KEEP_ALIVE)
+        await response.write(KEEP_ALIVE)
         try:
-            while exchange.number is None:
-                await asyncio.wait([exchange.task], timeout=_KEEP_ALIVE)
-                if exchange.task.done():
-                    exchange.raise_failure()
-                else:
-                    await response.write(dialect.KEEP_ALIVE)
-            for event in dialect.events(asked, session.recorded(exchange.number)):
-                await response.write(event)
-        except (RequestError, InferenceError) as error:
-            kind = getattr(error, "kind", "api_error")
-            await response.write(dialect.failed(error.status or 502, str(error), kind))
-            return response
-        await response.write_eof()
-        session.delivered(exchange)
+            while not await exchange.stored(_KEEP_ALIVE):
+                await response.write(KEEP_ALIVE)
+            for part in dialect.events(asked, session.recorded(exchange.number)):
+                await response.write(part)
+        except _FAILURES as error:
+            await response.write(event(_problem(error)[1], "error"))
         return response
 
 
-def _dialect_of(path: str) -> ModuleType:
-    """Return the dialect of a path, by which errors are written; the first for paths of none."""
-    if path.endswith(anthropic.COUNT_PATH):
-        return anthropic
-    return next((one for one in DIALECTS if path.endswith(one.PATHS)), DIALECTS[0])
+def _problem(error: Any) -> tuple[int, dict[str, Any]]:
+    """Return the status and the body of an answer to one of ``_FAILURES``."""
+    own = isinstance(error, RequestError)
+    status = error.status if own else {400: 400, 422: 400, 503: 503}.get(error.status, 502)
+    return status, error_body(status, str(error), error.code if own else None)
 
 
 def _given_key(request: web.Request) -> str:
     given = request.headers.get("x-api-key") or request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ")
     return given.encode(errors="backslashreplace").decode()  # bytes that are no text come as surrogates
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise RequestError("the body is not a JSON object")
-    return found
 
 
 def _decoded(body: bytes, kind: Any) -> Any:
@@ -353,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--gateway", required=True, help="URL of the gateway, without /v1")
-    parser.add_argument("--api", help="URL of the Trajectory API, for groups")
+    parser.add_argument("--api", required=True, help="URL of the Trajectory API, for groups")
     parser.add_argument("--tokenizer", required=True, help="the policy's: a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the database, which is made if it is missing")
     parser.add_argument("--model", default="policy", help="its name in answers")
@@ -367,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
     client = SGLangClient(options.gateway, key, own=True)
-    api = options.api and TrajectoryApiClient(options.api, key)
+    api = TrajectoryApiClient(options.api, key)
     server = SessionServer(Store(options.data), rendering, client, key, options.model, api)
     given = inherited_socket()
     where = {"sock": given} if given else {"host": options.host, "port": options.port}

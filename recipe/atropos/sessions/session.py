@@ -116,11 +116,17 @@ class Exchange:
     open: int = 0
     delivered: bool = False
 
-    def raise_failure(self) -> None:
-        """Raise the error of a task that is done, if it failed; RequestError if it was canceled: the session ended."""
-        if self.task.cancelled():
-            raise RequestError("the session has ended", 403, "permission_error")
-        self.task.result()
+    async def stored(self, seconds: float | None = None) -> bool:
+        """Wait until the turn is stored, ``seconds`` at most; return whether it is.
+
+        Raises:
+            RequestError: the session has ended meanwhile. Also what the task raises.
+        """
+        if self.number is None and (await asyncio.wait([self.task], timeout=seconds))[0]:
+            if self.task.cancelled():
+                raise RequestError("the session has ended", 403)
+            self.task.result()
+        return self.number is not None
 
 
 @dataclass(eq=False)
@@ -153,19 +159,20 @@ class Session:
     # ------------------------------------------------------------------ requests
 
     def exchange(self, request: bytes, retry: bool) -> Exchange:
-        """Return the exchange of a request that comes again, or a new one; ``retry``: its client says that it does."""
+        """Return the exchange of a request that comes again, or a new one; ``retry``: its client says that it does.
+
+        Raises:
+            RequestError: it is new, and the session has ended; see ``check``.
+        """
         known = self.exchanges.setdefault(request, [])
         lost = [exchange for exchange in known if not (exchange.delivered or exchange.open)]
         if found := lost or (known if retry else []):
             self.state = msgspec.structs.replace(self.state, retries=self.state.retries + 1)
             self.save()
             return found[-1]
+        self.check()
         known.append(Exchange())
         return known[-1]
-
-    def drop(self, request: bytes, exchange: Exchange) -> None:
-        """Forget an exchange that failed, so that a retry asks again."""
-        self.exchanges[request].remove(exchange)
 
     def check(self) -> None:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
@@ -180,7 +187,7 @@ class Session:
         if (end := self.state.end) is not None:
             limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
             why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
-            raise RequestError(f"the session has {why}", 403, "permission_error")
+            raise RequestError(f"the session has {why}", 403)
 
     def _in_flight(self) -> int:
         """Return the number of requests that are sampled now."""

@@ -5,9 +5,9 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from helpers.dialects import REPLIES, anthropic_client, data_of
+from helpers.dialects import FAILED, REPLIES, anthropic_client, data_of
 from recipe.atropos.sessions.dialects import anthropic
-from recipe.atropos.sessions.messages import RequestError, digest
+from recipe.atropos.sessions.messages import RequestError, digest, error_body
 
 ASK = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "2 + 2?"}]}
 _CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -75,11 +75,11 @@ def test_errors_raise_in_anthropics_client():
     client, _ = anthropic_client(anthropic, REPLIES["text"])
     with pytest.raises(sdk.BadRequestError, match="tool_choice"):
         client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "any"})
-    client, _ = anthropic_client(anthropic, [anthropic.failed(503, "no server is left", "server_error")])
+    client, _ = anthropic_client(anthropic, [FAILED])
     with pytest.raises(sdk.APIStatusError, match="no server is left"):
         with client.messages.stream(**ASK) as stream:
             stream.get_final_message()
-    types = {status: anthropic.error(status, "m", "k")["error"]["type"] for status in (400, 401, 404, 500, 503)}
+    types = {status: error_body(status, "m")["error"]["type"] for status in (400, 401, 404, 500, 503)}
     assert types == {
         400: "invalid_request_error",
         401: "authentication_error",

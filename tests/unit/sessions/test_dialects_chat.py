@@ -5,7 +5,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from helpers.dialects import REPLIES, data_of, openai_client
+from helpers.dialects import FAILED, REPLIES, data_of, openai_client
 from recipe.atropos.sessions.dialects import chat, completions
 from recipe.atropos.sessions.messages import RequestError, digest
 
@@ -105,10 +105,10 @@ def test_errors_raise_in_openais_client():
     client, _ = openai_client(chat, REPLIES["text"])
     with pytest.raises(openai.BadRequestError, match="n is 2"):
         client.chat.completions.create(**ASK, n=2)
-    client, _ = openai_client(chat, [chat.failed(503, "no server is left", "server_error")])
+    client, _ = openai_client(chat, [FAILED])
     with pytest.raises(openai.APIError, match="no server is left") as caught:
         list(client.chat.completions.create(**ASK, stream=True))
-    assert (caught.value.type, caught.value.code) == ("server_error", "503")
+    assert (caught.value.type, caught.value.code) == ("overloaded_error", "503")
 
 
 def test_chat_messages_become_those_of_the_template():

@@ -5,7 +5,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from helpers.dialects import REPLIES, data_of, openai_client
+from helpers.dialects import FAILED, REPLIES, data_of, openai_client
 from recipe.atropos.sessions.dialects import responses
 from recipe.atropos.sessions.messages import digest
 
@@ -145,9 +145,9 @@ def test_response_parameters_become_sglangs():
 
 
 def test_a_failed_response_raises_in_openais_client():
-    client, _ = openai_client(responses, [responses.failed(503, "no server is left", "server_error")])
+    client, _ = openai_client(responses, [FAILED])
     with pytest.raises(openai.APIError, match="no server is left"):
         with client.responses.stream(**ASK) as stream:
             stream.get_final_response()
-    [found] = data_of([responses.failed(503, "no server is left", "server_error")])
+    [found] = data_of([FAILED])
     assert EVENT.validate_python(found).message == "no server is left"

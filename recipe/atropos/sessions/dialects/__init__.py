@@ -1,10 +1,8 @@
 """The dialects that sessions speak, one file each. Every module has
 
-- ``PATHS``, of its requests; ``KEEP_ALIVE``, what a stream sends while nothing else can be sent;
+- ``PATH``, of its requests;
 - ``read(body) -> Asked``, which raises RequestError, naming the field, for what it cannot do;
-- ``answer(asked, reply) -> dict``, the whole answer, and ``events(asked, reply)``, the same as server-sent events;
-- ``error(status, message, kind) -> dict``, an error's body, and ``failed(status, message, kind) -> bytes``, in a
-  stream.
+- ``answer(asked, reply) -> dict``, the whole answer, and ``events(asked, reply)``, the same as server-sent events.
 
 Anthropic's also has ``COUNT_PATH``, and ``count(body) -> Asked`` for its requests, which only want a prompt's length.
 

@@ -22,22 +22,12 @@ from recipe.atropos.sessions.messages import (
     typed,
 )
 
-PATHS = ("/v1/messages",)
+PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
-KEEP_ALIVE = event({"type": "ping"}, "ping")
 
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's, for Anthropic; it differs between the requests of a task
 _THINKING = {"enabled": {"enable_thinking": True}, "disabled": {"enable_thinking": False}, "adaptive": {}}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    529: "overloaded_error",
-}
 
 
 def read(body: dict[str, Any]) -> Asked:
@@ -182,14 +172,3 @@ def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
         yield one("content_block_stop", index=index)
     yield one("message_delta", delta=end, usage=whole["usage"], **exact)
     yield one("message_stop")
-
-
-def error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Return an error's body as Anthropic's clients read it, with the type that they know for its status."""
-    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def failed(status: int, message: str, kind: str) -> bytes:
-    """Return an error as an event."""
-    return event(error(status, message, kind), "error")

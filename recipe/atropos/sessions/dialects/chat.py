@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    COMMENT,
     DONE,
     Asked,
     Message,
@@ -13,8 +12,6 @@ from recipe.atropos.sessions.messages import (
     event,
     expect,
     name_tools,
-    openai_error,
-    openai_failed,
     refuse,
     sampling_of,
     text_of,
@@ -25,9 +22,7 @@ from recipe.atropos.sessions.messages import (
     usage_of,
 )
 
-PATHS = ("/v1/chat/completions",)
-KEEP_ALIVE = COMMENT
-error, failed = openai_error, openai_failed
+PATH = "/v1/chat/completions"
 
 _REFUSED = (
     "top_logprobs prompt_logprobs audio prediction functions function_call web_search_options"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    COMMENT,
     DONE,
     Asked,
     Reply,
@@ -12,8 +11,6 @@ from recipe.atropos.sessions.messages import (
     event,
     expect,
     ids_of,
-    openai_error,
-    openai_failed,
     refuse,
     sampling_of,
     token_logprobs,
@@ -21,9 +18,7 @@ from recipe.atropos.sessions.messages import (
     usage_of,
 )
 
-PATHS = ("/v1/completions",)
-KEEP_ALIVE = COMMENT
-error, failed = openai_error, openai_failed
+PATH = "/v1/completions"
 
 
 def read(body: dict[str, Any]) -> Asked:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    COMMENT,
     DONE,
     Asked,
     Reply,
@@ -12,15 +11,11 @@ from recipe.atropos.sessions.messages import (
     event,
     expect,
     ids_of,
-    openai_error,
-    openai_failed,
     refuse,
     sampling_of,
 )
 
-PATHS = ("/generate",)
-KEEP_ALIVE = COMMENT
-error, failed = openai_error, openai_failed
+PATH = "/generate"
 
 _REFUSED = (
     "input_embeds image_data video_data audio_data session_params lora_path custom_logit_processor"

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    COMMENT,
     Asked,
     Message,
     Reply,
@@ -14,7 +13,6 @@ from recipe.atropos.sessions.messages import (
     expect,
     join,
     name_tools,
-    openai_error,
     refuse,
     sampling_of,
     text_of,
@@ -23,9 +21,7 @@ from recipe.atropos.sessions.messages import (
     typed,
 )
 
-PATHS = ("/v1/responses",)
-KEEP_ALIVE = COMMENT
-error = openai_error
+PATH = "/v1/responses"
 
 _TEXTS = ("input_text", "output_text", "text")
 _ROLES = ("system", "user", "assistant")
@@ -174,9 +170,3 @@ def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
             yield one("content_part.done", **at, part=part)
         yield one("output_item.done", output_index=index, item=item)
     yield one(whole["status"], response=whole)
-
-
-def failed(status: int, message: str, kind: str) -> bytes:
-    """Return an error as the only event of a stream; with OpenAI's ``error`` in it, on which their client raises."""
-    fields = {"type": "error", "sequence_number": 0, "code": str(status), "message": message, "param": None}
-    return event({**fields, **openai_error(status, message, kind)}, "error")

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    COMMENT,
     DONE,
     Asked,
     Reply,
@@ -12,17 +11,13 @@ from recipe.atropos.sessions.messages import (
     event,
     expect,
     ids_of,
-    openai_error,
-    openai_failed,
     refuse,
     sampling_of,
     token_logprobs,
     usage_of,
 )
 
-PATHS = ("/inference/v1/generate",)
-KEEP_ALIVE = COMMENT
-error, failed = openai_error, openai_failed
+PATH = "/inference/v1/generate"
 
 
 def read(body: dict[str, Any]) -> Asked:
