@@ -61,7 +61,11 @@ def services(folder: Path) -> Iterator[tuple[Service, Service]]:
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     model = ensure_small_policy(0)
     session = [sys.executable, "-m", "recipe.atropos.sessions.server", f"--port={ports[2]}", f"--gateway={urls[1]}"]
-    session += [f"--tokenizer={model}", f"--data={folder / 'sessions.sqlite'}"]
+    session += [
+        f"--api={urls[1]}",
+        f"--tokenizer={model}",
+        f"--data={folder / 'sessions.sqlite'}",
+    ]
     commands = {
         "stub": ([sys.executable, __file__, "--stub", str(ports[0])], ""),
         "gateway": (gateway_command(urls[1], "127.0.0.1", [urls[0]], 60.0), KEY),

@@ -31,7 +31,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from atroposlib.envs.base import ScoredDataGroup
@@ -77,19 +77,7 @@ class ProgramEnvConfig(ItemsEnvConfig):
 
 
 class SessionFailed(AtroposError):
-    """A session without a reward; the message is the cause under which it is counted, ``state`` as in ``Outcome``."""
-
-    def __init__(self, cause: str, state: dict[str, Any] | None = None):
-        super().__init__(cause)
-        self.state = state
-
-
-class Outcome(NamedTuple):
-    """A session that ended with a reward; ``state`` is what the session server says of it."""
-
-    session: Opened
-    reward: float
-    state: dict[str, Any]
+    """A program gave no reward; the message is the cause under which its session is counted."""
 
 
 class ProgramEnv(ItemsEnv):
@@ -140,17 +128,14 @@ class ProgramEnv(ItemsEnv):
         found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
         return await self._group(found) if found else None, []
 
-    async def _session(self, item: Item, sampling: dict[str, Any], group: str, seq: int) -> Outcome | None:
-        """Return a session's outcome, None if it failed each time."""
+    async def _session(self, item: Item, sampling: dict[str, Any], group: str, seq: int) -> dict[str, Any] | None:
+        """Return what the session server says of a session with a reward, None if it had none each time."""
         for _ in range(_TRIES):
-            try:
-                outcome = await self._run(item, sampling, group=group, seq=seq)
-            except SessionFailed as failed:
-                self.report.count(f"sessions/failed/{failed}")
-                self._count(failed.state)
-            else:
-                self._count(outcome.state)
-                return outcome
+            state = await self._run(item, sampling, group=group, seq=seq)
+            self._count(state)
+            if state["reward"] is not None and state["turns"]:
+                return state
+            self.report.count(f"sessions/failed/{state['end'] if state['reward'] is None else 'no_turn'}")
         self.report.count("sessions/left_out")
         return None
 
@@ -166,7 +151,8 @@ class ProgramEnv(ItemsEnv):
         }
         self.report.counts.update({f"sessions/{name}": int(n) for name, n in happened.items() if n})
 
-    async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> Outcome:
+    async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> dict[str, Any]:
+        """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
         config = self.config
         longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
         limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
@@ -177,32 +163,24 @@ class ProgramEnv(ItemsEnv):
             )
             try:
                 async with asyncio.timeout(config.time_limit):
-                    result = await (self._call(item, opened) if config.agent else self._execute(item, opened))
+                    if config.agent:
+                        result = await _function("agent", config.agent)(item, opened.base_url, opened.api_key)
+                    else:
+                        result = await self._execute(item, opened)
                 reward, metrics = read_reward(result)
+                ended = {"reward": reward, "metrics": metrics}
             except TimeoutError:
-                await self._fail(opened, "seconds")
+                ended = {"end": "seconds"}
             except Exception as error:
                 logger.warning("session %s failed: %r", opened.id, error)
-                await self._fail(opened, str(error) if isinstance(error, SessionFailed) else type(error).__name__)
-        state = await self._sessions.end(opened.id, reward=reward, metrics=metrics)
-        if not state["turns"]:
-            raise SessionFailed("no_turn", state)
-        return Outcome(opened, reward, state)
+                ended = {"end": str(error) if isinstance(error, SessionFailed) else type(error).__name__}
+        return await self._sessions.end(opened.id, **ended)
 
-    async def _fail(self, opened: Opened, cause: str) -> None:
-        """End a session without a reward. Raises SessionFailed with the limit that it reached, else with ``cause``."""
-        state = await self._sessions.end(opened.id, end=cause)
-        raise SessionFailed(state["end"], state)
-
-    async def _group(self, outcomes: list[Outcome]) -> ScoredDataGroup:
-        rows = [await self._sessions.rows(outcome.session.id) for outcome in outcomes]
-        found = [(one.session.id, one.reward, each) for one, each in zip(outcomes, rows, strict=True)]
+    async def _group(self, outcomes: list[dict[str, Any]]) -> ScoredDataGroup:
+        found = [(one["id"], one["reward"], await self._sessions.rows(one["id"])) for one in outcomes]
         return ScoredDataGroup(**scored_group(found, self.config.wandb_name or self.name))
 
     # ------------------------------------------------------------------ programs
-
-    async def _call(self, item: Item, opened: Opened) -> Any:
-        return await _function("agent", self.config.agent)(item, opened.base_url, opened.api_key)
 
     async def _execute(self, item: Item, opened: Opened) -> Any:
         """Run the command; return what ``score`` says of its output, or its last line that holds a reward."""
@@ -246,7 +224,7 @@ class ProgramEnv(ItemsEnv):
         outcome = await self._session(item, SamplingParams(temperature=0.0).request(), uuid.uuid4().hex, 0)
         if outcome is None:
             return {"item": item}
-        return {"item": item, "score": outcome.reward, "session": outcome.session.id, "turns": outcome.state["turns"]}
+        return {"item": item, "score": outcome["reward"], "session": outcome["id"], "turns": outcome["turns"]}
 
     def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         """Return the mean reward of the sessions that ended with one.

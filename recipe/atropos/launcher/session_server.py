@@ -4,10 +4,8 @@ import sys
 from functools import partial
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from recipe.atropos.launcher.services import RestartPolicy, Run
-from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.launcher.sglang import Inference, serves
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -55,14 +53,7 @@ def session_command(run: Run, inference: Inference, api_url: str) -> list[str] |
 
 async def sessions_healthy(run: Run) -> None:
     """Wait until the session server answers, if the run has one. Raises ServiceFailed if it does not."""
-
-    async def answers() -> bool:
-        run.check()
-        try:
-            async with aiohttp.ClientSession() as session, session.get(f"{run.sessions_url}/health") as reply:
-                return reply.status == 200
-        except aiohttp.ClientError:
-            return False
-
     if run.sessions_url is not None:
-        await wait_until_healthy(lambda: run.services["sessions"], answers, _START_SECONDS)
+        await wait_until_healthy(
+            lambda: run.services["sessions"], partial(serves, run, run.sessions_url), _START_SECONDS
+        )

@@ -179,19 +179,20 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
         ServiceFailed: a service ended or is not up in time (servers: ``inference.start_timeout`` seconds).
         OtherUsersServer: another user listens at a server's port.
     """
-
-    async def serves(url: str) -> bool:
-        run.check()
-        async with SGLangClient(url, run.api_key, own=True) as client:
-            return await client.health()
-
     await wait_until_healthy(run.services["gateway"], inference.status, _GATEWAY_START)
     seconds = 0.0
     for name, launch in inference.servers.items():
         timeout = max(run.config.inference.start_timeout - seconds, 1.0)
-        seconds += await wait_until_healthy(run.services[name], lambda url=launch.url: serves(url), timeout)
+        seconds += await wait_until_healthy(run.services[name], partial(serves, run, launch.url), timeout)
     _enable_restarts(run, inference)
     return seconds
+
+
+async def serves(run: Run, url: str) -> bool:
+    """Return whether a server answers that it is healthy."""
+    run.check()
+    async with SGLangClient(url, run.api_key, own=True) as client:
+        return await client.health()
 
 
 def _enable_restarts(run: Run, inference: Inference) -> None:

@@ -31,7 +31,7 @@ def read_sessions(files: RunDir, limit: int = 1, identifier: str | None = None) 
         if identifier is not None and store.session(identifier) is None:
             raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
         found = [identifier] if identifier is not None else store.newest(limit)
-        yield from filter(None, (Session.load(store, each) for each in found))
+        yield from (Session.load(store, each) for each in found)
 
 
 def about(session: Session) -> dict[str, Any]:

@@ -178,16 +178,15 @@ class Groups:
         if len({session.state.reward for session in kept}) > 1:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
             made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
+            reason = None
             try:
                 await self._api.post_groups([made], group.ticket, group.id)
-                reason = None
             except RefusedGroup as error:
                 reason = error.reason
             except TrajectoryApiError as error:
-                if error.status is None or error.status >= 500:
+                if error.may_change:
                     raise
                 logger.error("group %s was refused: %s", group.id, error)
-                reason = None
         await self._close(group, reason)
         for session in sessions:
             self._forget(session)

@@ -49,7 +49,6 @@ _CONSTRAINTS = (
     " guided_grammar guided_decoding stop_regex thinking_token_budget truncate_prompt_tokens lora_path"
 ).split()
 _OTHER_POLICY = "would sample from another distribution than the one that is trained"
-_WORDS = {bool: "true or false", dict: "an object", list: "a list", str: "a text"}
 
 
 class RequestError(AtroposError, ValueError):
@@ -137,24 +136,30 @@ def digest(message: Message) -> bytes:
     return hashlib.blake2b(orjson.dumps(said), digest_size=16).digest()
 
 
-def _canonical(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            return arguments.strip()
-    return msgspec.json.encode(arguments, order="sorted").decode()
+def _canonical(arguments: str) -> str:
+    found = read_object(arguments)
+    return arguments.strip() if found is None else msgspec.json.encode(found, order="sorted").decode()
 
 
-def expect(value: Any, kind: type, where: str) -> Any:
-    """Return ``value``, which must be of type ``kind``: bool, dict, list or str.
+def read_object(value: Any) -> dict[str, Any] | None:
+    """Return a call's arguments, given as a mapping or as its JSON; None if they are none, or no JSON can hold them."""
+    try:
+        text = value if isinstance(value, str) else msgspec.json.encode(value or {})
+        return msgspec.json.decode(text or "{}", type=dict)
+    except (ValueError, RecursionError):
+        return None
+
+
+def expect(value: Any, kind: Any, where: str) -> Any:
+    """Return ``value``, which must be of a type that msgspec knows.
 
     Raises:
         RequestError: it is not; names ``where`` in the request it was found.
     """
-    if not isinstance(value, kind):
-        raise RequestError(f"{where} is {value!r:.80}; give {_WORDS[kind]}")
-    return value
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise RequestError(f"{where} is {value!r:.80}: {error}") from error
 
 
 def typed(value: Any, where: str, *kinds: Any) -> dict[str, Any]:
@@ -181,7 +186,7 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
         if body.get(name) not in (None, 1):
             raise RequestError(f"{name} is {body[name]!r:.80}; a session gives one reply to a request: leave it out")
     given = {name: body[name] for name in _NAMES if body.get(name) is not None}
-    found = {_NAMES[name]: _converted(value, _PARAMETERS[_NAMES[name]], name) for name, value in given.items()}
+    found = {_NAMES[name]: expect(value, _PARAMETERS[_NAMES[name]], name) for name, value in given.items()}
     if found.get("top_k") == 0:
         found["top_k"] = -1  # SGLang's way to say all
     if isinstance(stop := found.get("stop"), str):
@@ -206,14 +211,7 @@ def ids_of(value: Any, where: str) -> list[int]:
     Raises:
         RequestError: it is not.
     """
-    return _converted(value, Annotated[list[_Id], Meta(min_length=1)], where)
-
-
-def _converted(value: Any, kind: Any, where: str) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"{where} is {value!r:.80}: {error}") from error
+    return expect(value, Annotated[list[_Id], Meta(min_length=1)], where)
 
 
 def refuse(body: Mapping[str, Any], names: Iterable[str], why: str = "is not supported in sessions") -> None:
@@ -223,14 +221,34 @@ def refuse(body: Mapping[str, Any], names: Iterable[str], why: str = "is not sup
             raise RequestError(f"{name}={body[name]!r:.80} {why}; leave it out")
 
 
-def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), required: bool = False) -> str:
     """Return a content's text, given as a string, null or parts of type ``kinds``; other parts are refused by name."""
+    if content is None and required:
+        raise RequestError(f"{where} is missing; give a text")
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise RequestError(f"{where} is {content!r:.80}; give a text, or a list of parts")
-    parts = [(typed(part, f"{where}[{i}]", *kinds), f"{where}[{i}].text") for i, part in enumerate(content)]
+    content = enumerate(expect(content, list, where))
+    parts = [(typed(part, f"{where}[{i}]", *kinds), f"{where}[{i}].text") for i, part in content]
     return "".join(expect(part.get("text"), str, name) for part, name in parts)
+
+
+def items_of(body: Mapping[str, Any], name: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects of a request's list, one at least, and where each stands.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not expect(body.get(name), list, name):
+        raise RequestError(f"{name} is []; give one at least")
+    return [(expect(one, dict, f"{name}[{i}]"), f"{name}[{i}]") for i, one in enumerate(body[name])]
+
+
+def role_of(message: Mapping[str, Any], where: str, *roles: str) -> str:
+    """Return a message's role, one of ``roles``; a developer's is system. Raises RequestError if it is none."""
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    if role not in roles:
+        raise RequestError(f"{where}.role is {role!r:.80}; give developer, {', '.join(roles)}")
+    return role
 
 
 def tool_call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from renderers.configs import RendererConfig
 from renderers.default import DefaultRenderer
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.sessions.messages import Message, RequestError
+from recipe.atropos.sessions.messages import Message, RequestError, read_object
 from recipe.atropos.sessions.tree import Turn
 
 Thinking = Literal["kept", "as_template"]
@@ -151,9 +151,9 @@ class Rendering:
             return self.text(tokens), None, []
         calls, content = [], found.content or ""
         for call in found.tool_calls:
-            arguments = _written(_object(call.arguments))
+            arguments = read_object(call.arguments)
             if call.name and arguments is not None and call.status in _READ:
-                calls.append((call.name, arguments))
+                calls.append((call.name, msgspec.json.encode(arguments).decode()))
             else:
                 content += call.raw
         return content, found.reasoning_content, calls
@@ -164,13 +164,10 @@ class Rendering:
 
     def after_text(self, turn: Turn, prompt: str) -> list[int] | None:
         """Return the ids of what a text has after that of a turn; None if it does not go on where the reply ended."""
-        rest = self.encode(prompt[len(turn.text or "") :], special=False)
+        rest = self.tokenizer.encode(prompt[len(turn.text or "") :], add_special_tokens=False)
         if turn.tokens[-1] in self.special:
             return rest[1:] if rest[:1] == [turn.tokens[-1]] else None
         return rest or None
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=special)
 
 
 def _with_arguments(messages: list[Message]) -> list[Message]:
@@ -178,28 +175,11 @@ def _with_arguments(messages: list[Message]) -> list[Message]:
     found = []
     for message in messages:
         if calls := message.get("tool_calls"):
-            functions = [{**call["function"], "arguments": _object(call["function"]["arguments"])} for call in calls]
-            calls = [{**call, "function": function} for call, function in zip(calls, functions, strict=True)]
+            given = [call["function"] | {"arguments": read_object(call["function"]["arguments"])} for call in calls]
+            calls = [call | {"function": function} for call, function in zip(calls, given, strict=True)]
             message = {**message, "tool_calls": calls}
         found.append(message)
     return found
-
-
-def _object(arguments: Any) -> dict[str, Any] | None:
-    """Return a call's arguments, given as a mapping or as its JSON; None if they are none."""
-    try:
-        found = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _written(arguments: dict[str, Any] | None) -> str | None:
-    """Return a call's arguments as JSON; None if they are none, or cannot be written: half a surrogate pair."""
-    try:
-        return None if arguments is None else msgspec.json.encode(arguments).decode()
-    except (UnicodeEncodeError, RecursionError):
-        return None
 
 
 def as_ids(ids: Sequence[int]) -> np.ndarray:

@@ -134,8 +134,6 @@ class SessionServer:
     def _loaded(self, identifier: str) -> Session:
         if identifier not in self._sessions:
             session = Session.load(self.store, identifier)
-            if session is None:
-                raise RequestError(f"no session {identifier}", 404)
             if session.state.end is not None and not self._groups.holds(session):
                 return session
             self._sessions[identifier] = session

@@ -136,17 +136,16 @@ class Session:
     state: State
     store: Store
     tree: Tree = field(default_factory=Tree)
-    tools: bool = False  # whether a request had some
     exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
     reserved: int = 0  # tokens that the replies in flight may have
     freed: asyncio.Event = field(default_factory=asyncio.Event)  # some of them are not reserved any more
 
     @classmethod
-    def load(cls, store: Store, identifier: str) -> "Session | None":
-        """Return a session as it was stored, None if there is none of this id."""
+    def load(cls, store: Store, identifier: str) -> "Session":
+        """Return a session as it was stored. Raises RequestError if there is none of this id."""
         found = store.session(identifier)
         if found is None:
-            return None
+            raise RequestError(f"no session {identifier}", 404)
         session = cls(msgspec.json.decode(found, type=State), store)
         for number, request, delivered, data in store.turns(identifier):
             session._add(_decode(data), number)
@@ -238,9 +237,7 @@ class Session:
         reply = self._reply(asked, sampled, spans, prompt, rendering, model)
         added = begun if parent is None else begun[len(parent.ids()) :]
         if asked.prompt is None:
-            message = reply.message()
-            kind = "calls" if reply.calls else "assistant"
-            said += identified([(digest(message), kind)], said[-1].key)
+            said += identified([(digest(reply.message()), "calls" if reply.calls else "assistant")], said[-1].key)
         history = sum(len(turn.said) for turn in parent.path()) if parent else 0
         record = Record(
             parent and parent.number,
@@ -311,7 +308,7 @@ class Session:
             "turns": len(turns),
             "sampled": self.sampled,
             "rows": sum(not turn.children for turn in turns),
-            "tools": self.tools,
+            "tools": any(turn.tools for turn in turns),
             "tool_calls": sum(bool(turn.said) and turn.said[-1].kind == "calls" for turn in turns),
             "repeats": sum(turn.repeats for turn in turns),
             "retries": self.state.retries,
@@ -334,8 +331,6 @@ class Session:
             else:
                 messages = history + messages
             messages = name_tools(messages)
-        if asked.prompt is None and not messages:
-            raise RequestError("messages is empty; give at least one")
         return messages
 
     def _prompt(
@@ -348,7 +343,7 @@ class Session:
             if (before := self.tree.continued_text(asked.prompt)) is not None:
                 if (rest := rendering.after_text(before, asked.prompt)) is not None:
                     return before, before.ids().tolist() + rest, [], None
-            return None, rendering.encode(asked.prompt, special=True), [], None
+            return None, rendering.tokenizer.encode(asked.prompt), [], None
         if asked.prompt is not None:
             return self.tree.continued_ids(as_ids(asked.prompt)), asked.prompt, [], None
         root = hashlib.blake2b(msgspec.json.encode([asked.tools, asked.template], order="sorted"), digest_size=16)
@@ -379,14 +374,12 @@ class Session:
         params = {"max_new_tokens": None, **asked.sampling, **self.state.sampling}
         if asked.prompt is None:
             params["stop_token_ids"] = sorted({*params.get("stop_token_ids", ()), *rendering.ends})
-        room = [params["max_new_tokens"]] if params["max_new_tokens"] is not None else []
-        if limits.tokens is not None:
-            room.append(limits.tokens - self.sampled - self.reserved)
-        if limits.context is not None:
-            if prompt >= limits.context:
-                message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"
-                raise RequestError(message, 400, "context_length_exceeded")
-            room.append(limits.context - prompt)
+        left = None if limits.tokens is None else limits.tokens - self.sampled - self.reserved
+        after = None if limits.context is None else limits.context - prompt
+        if after is not None and after <= 0:
+            message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"
+            raise RequestError(message, code="context_length_exceeded")
+        room = [size for size in (params["max_new_tokens"], left, after) if size is not None]
         params["max_new_tokens"] = min(room, default=None)
         return {**params, **SamplingParams.from_request(params).request()}
 
@@ -436,9 +429,9 @@ class Session:
             record.text,
             record.reply.reasoning is not None,
             record.cause,
+            record.tools,
         )
         self.tree.add(turn)
-        self.tools |= record.tools
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode

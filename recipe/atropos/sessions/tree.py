@@ -42,7 +42,7 @@ class Turn:
 
     ``versions`` are the oldest and the newest that sampled it. ``said`` are the messages since the parent, the reply
     last; ``text`` is the prompt and the reply, if it was asked for with a text; ``cause`` why it begins a history anew,
-    though the session has others.
+    though the session has others; ``tools`` whether its request had some.
     """
 
     number: int
@@ -57,6 +57,7 @@ class Turn:
     text: str | None = None
     thinking: bool = False
     cause: str | None = None
+    tools: bool = False
     children: list["Turn"] = field(default_factory=list)
 
     def path(self) -> list["Turn"]:

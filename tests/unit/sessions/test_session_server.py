@@ -158,6 +158,7 @@ def test_session_of_texts_and_ids_is_one_row(sessions):
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "the last"),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": "a"}]}, "the last"),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "previous_response_id=7"),
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),

@@ -12,9 +12,11 @@ from recipe.atropos.sessions.messages import (
     RequestError,
     event,
     expect,
+    items_of,
     join,
     name_tools,
     refuse,
+    role_of,
     sampling_of,
     text_of,
     tool_call,
@@ -38,10 +40,7 @@ def read(body: dict[str, Any]) -> Asked:
     """
     if body.get("max_tokens") is None:
         raise RequestError("max_tokens is missing; give a whole number from 1 on")
-    asked = count(body)
-    if asked.messages[-1]["role"] == "assistant":
-        raise RequestError("messages ends with an assistant's turn, and a session continues none; end with a user's")
-    return asked
+    return count(body)
 
 
 def count(body: dict[str, Any]) -> Asked:
@@ -76,11 +75,8 @@ def _messages(body: dict[str, Any]) -> list[Message]:
         system = [one for one in system if not (isinstance(one, dict) and str(one.get("text")).startswith(_BILLING))]
     if system:
         found.append({"role": "system", "content": text_of(system, "system")})
-    turns = expect(body.get("messages"), list, "messages")
-    if not turns:
-        raise RequestError("messages is []; give one at least")
-    for i, turn in enumerate(turns):
-        for message in _turn(expect(turn, dict, f"messages[{i}]"), f"messages[{i}]"):
+    for turn, where in items_of(body, "messages"):
+        for message in _turn(turn, where):
             if found and message["role"] == found[-1]["role"] == "assistant":
                 join(found[-1], message)
             else:
@@ -90,10 +86,7 @@ def _messages(body: dict[str, Any]) -> list[Message]:
 
 def _turn(turn: dict[str, Any], where: str) -> Iterator[Message]:
     """Yield the results of tools, then what else a turn says."""
-    role = turn.get("role")
-    if role not in tuple(_BLOCKS):
-        raise RequestError(f"{where}.role is {role!r:.80}; give {', '.join(_BLOCKS)}")
-    blocks, where = turn.get("content"), f"{where}.content"
+    role, blocks, where = role_of(turn, where, *_BLOCKS), turn.get("content"), f"{where}.content"
     if isinstance(blocks, str):
         blocks = [{"type": "text", "text": blocks}]
     texts, thoughts, calls, results = [], [], [], []

@@ -11,8 +11,10 @@ from recipe.atropos.sessions.messages import (
     RequestError,
     event,
     expect,
+    items_of,
     name_tools,
     refuse,
+    role_of,
     sampling_of,
     text_of,
     token_logprobs,
@@ -28,7 +30,6 @@ _REFUSED = (
     "top_logprobs prompt_logprobs audio prediction functions function_call web_search_options"
     " continue_final_message chat_template documents echo"
 ).split()
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 def read(body: dict[str, Any]) -> Asked:
@@ -42,15 +43,12 @@ def read(body: dict[str, Any]) -> Asked:
         raise RequestError(f"modalities is {body['modalities']!r:.80}; sessions give text only")
     if body.get("response_format"):
         typed(body["response_format"], "response_format", "text")
-    given = expect(body.get("messages"), list, "messages")
-    if not given:
-        raise RequestError("messages is []; give one at least")
     template = expect(body.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs")
     if body.get("reasoning_effort"):
         template = {**template, "reasoning_effort": expect(body["reasoning_effort"], str, "reasoning_effort")}
     expect(body.get("stream_options") or {}, dict, "stream_options")
     return Asked(
-        messages=name_tools([_message(one, f"messages[{i}]") for i, one in enumerate(given)]),
+        messages=name_tools([_message(*one) for one in items_of(body, "messages")]),
         tools=tools_of(body, body.get("tool_choice"), within="function"),
         sampling=sampling_of(body),
         template=template,
@@ -59,14 +57,11 @@ def read(body: dict[str, Any]) -> Asked:
     )
 
 
-def _message(given: Any, where: str) -> Message:
-    role = "system" if expect(given, dict, where).get("role") == "developer" else given.get("role")
-    if role not in _ROLES:
-        raise RequestError(f"{where}.role is {role!r:.80}; give developer, {', '.join(_ROLES)}")
+def _message(given: dict[str, Any], where: str) -> Message:
+    role = role_of(given, where, "system", "user", "assistant", "tool")
     refuse(given, ("audio", "function_call"))
-    if role != "assistant" and given.get("content") is None:
-        raise RequestError(f"{where}.content is missing; give a text")
-    found: Message = {"role": role, "content": text_of(given.get("content"), f"{where}.content")}
+    text = text_of(given.get("content"), f"{where}.content", required=role != "assistant")
+    found: Message = {"role": role, "content": text}
     if role == "tool":
         found["tool_call_id"] = expect(given.get("tool_call_id"), str, f"{where}.tool_call_id")
         if given.get("name"):

@@ -8,12 +8,13 @@ from recipe.atropos.sessions.messages import (
     Asked,
     Message,
     Reply,
-    RequestError,
     event,
     expect,
+    items_of,
     join,
     name_tools,
     refuse,
+    role_of,
     sampling_of,
     text_of,
     tool_call,
@@ -24,7 +25,6 @@ from recipe.atropos.sessions.messages import (
 PATH = "/v1/responses"
 
 _TEXTS = ("input_text", "output_text", "text")
-_ROLES = ("system", "user", "assistant")
 _ECHOED = (
     "instructions max_output_tokens metadata previous_response_id reasoning store temperature text top_p truncation"
 ).split()
@@ -40,12 +40,9 @@ def read(body: dict[str, Any]) -> Asked:
     text = expect(body.get("text") or {}, dict, "text")
     if text.get("format"):
         typed(text["format"], "text.format", "text")
-    given = body.get("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not expect(given, list, "input"):
-        raise RequestError("input is []; give one item at least")
-    messages = _messages(given)
+    if isinstance(body.get("input"), str):
+        body = {**body, "input": [{"role": "user", "content": body["input"]}]}
+    messages = _messages(body)
     if body.get("instructions"):
         instructions = expect(body["instructions"], str, "instructions")
         messages = [{"role": "system", "content": instructions}, *messages]
@@ -62,11 +59,11 @@ def read(body: dict[str, Any]) -> Asked:
     )
 
 
-def _messages(items: list[Any]) -> list[Message]:
+def _messages(body: dict[str, Any]) -> list[Message]:
     """Join the items that an assistant said in one turn: reasoning, then a text, then calls."""
     found: list[Message] = []
-    for i, item in enumerate(items):
-        message = _message(item, f"input[{i}]")
+    for item, where in items_of(body, "input"):
+        message = _message(item, where)
         last = found[-1] if found else {"role": None}
         both = message["role"] == last["role"] == "assistant"
         if both and ("tool_calls" in message or not (last["content"] or "tool_calls" in last)):
@@ -87,18 +84,11 @@ def _message(item: Any, where: str) -> Message:
             call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            text, id = _text(item, "output", where), expect(item.get("call_id"), str, f"{where}.call_id")
+            text = text_of(item.get("output"), f"{where}.output", _TEXTS, required=True)
+            id = expect(item.get("call_id"), str, f"{where}.call_id")
             return {"role": "tool", "tool_call_id": id, "content": text}
-    role = "system" if item.get("role") == "developer" else item.get("role")
-    if role not in _ROLES:
-        raise RequestError(f"{where}.role is {role!r:.80}; give developer, {', '.join(_ROLES)}")
-    return {"role": role, "content": _text(item, "content", where)}
-
-
-def _text(item: dict[str, Any], name: str, where: str) -> str:
-    if item.get(name) is None:
-        raise RequestError(f"{where}.{name} is missing; give a text")
-    return text_of(item[name], f"{where}.{name}", _TEXTS)
+    text = text_of(item.get("content"), f"{where}.content", _TEXTS, required=True)
+    return {"role": role_of(item, where, "system", "user", "assistant"), "content": text}
 
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
