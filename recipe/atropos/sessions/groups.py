@@ -31,7 +31,7 @@ _LOOK = 1.0  # s between two looks for groups that are complete, and sessions wh
 _TRIES = 2
 
 
-class GroupRequest(SessionOptions, kw_only=True):
+class GroupRequest(SessionOptions, kw_only=True):  # type: ignore[call-arg]
     """The body of ``POST /groups``; ``size`` sessions on an item."""
 
     env: str

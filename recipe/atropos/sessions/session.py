@@ -51,7 +51,7 @@ class Limits(Strict):
     context: int | None = None
 
 
-class SessionOptions(Strict, kw_only=True):
+class SessionOptions(Strict):
     """What sessions are opened with: ``sampling`` overrides what their requests ask.
 
     Raises:
@@ -66,7 +66,7 @@ class SessionOptions(Strict, kw_only=True):
         msgspec.structs.force_setattr(self, "sampling", session_sampling(self.sampling))
 
 
-class SessionRequest(SessionOptions, kw_only=True):
+class SessionRequest(SessionOptions):
     """The body of ``POST /sessions``."""
 
     env: str = ""
@@ -74,7 +74,7 @@ class SessionRequest(SessionOptions, kw_only=True):
     seq: int = 0
 
 
-class State(SessionRequest, kw_only=True):
+class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
     """What is stored of a session; ``end`` is "reward", the limit that was reached, or why the program failed."""
 
     id: str

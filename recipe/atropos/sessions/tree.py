@@ -169,7 +169,8 @@ class Tree:
     def fork_cause(self, said: Sequence[Said]) -> str | None:
         """Return why messages that continue no turn differ from the history that is most like them.
 
-        None: it is a conversation of its own, or one that asks something again.
+        None: it is a conversation of its own, or one that asks something again; so is a history that was cut to a
+        summary without a reply: nothing in it tells it from a second agent's of the same system prompt.
         """
         best: list[Said] = []
         common = 0
