@@ -45,7 +45,12 @@ def transport(dialect, reply):
             return httpx2.Response(200, json={"input_tokens": 3})
         if not asked.stream:
             return httpx2.Response(200, json=dialect.answer(asked, reply))
-        events = b"".join([KEEP_ALIVE, *(reply if isinstance(reply, list) else dialect.events(asked, reply))])
+        events = b"".join(
+            [
+                getattr(dialect, "KEEP_ALIVE", KEEP_ALIVE),
+                *(reply if isinstance(reply, list) else dialect.events(asked, reply)),
+            ]
+        )
         return httpx2.Response(200, content=events, headers={"content-type": "text/event-stream"})
 
     return handle

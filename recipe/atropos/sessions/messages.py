@@ -337,7 +337,7 @@ def event(data: Any, name: str | None = None) -> bytes:
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
 
-KEEP_ALIVE = b": still sampling\n\n"  # a comment, which clients of all dialects skip
+KEEP_ALIVE = b": still sampling\n\n"  # a comment, which clients skip
 DONE = event("[DONE]")
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
 

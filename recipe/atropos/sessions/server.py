@@ -262,10 +262,11 @@ class SessionServer:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await response.write(KEEP_ALIVE)
+        keep_alive = getattr(dialect, "KEEP_ALIVE", KEEP_ALIVE)
+        await response.write(keep_alive)
         try:
             while not await exchange.stored(_KEEP_ALIVE):
-                await response.write(KEEP_ALIVE)
+                await response.write(keep_alive)
             for part in dialect.events(asked, session.recorded(exchange.number)):
                 await response.write(part)
         except _FAILURES as error:

@@ -255,15 +255,19 @@ def test_session_failed_requests_are_sampled_again(sessions):
     sessions.check(opened)
 
 
-def test_session_streams_show_life_at_once(sessions, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "sign"), [("/v1/chat/completions", b": still sampling\n"), ("/v1/messages", b"event: ping\n")]
+)
+def test_session_streams_show_life_at_once(sessions, monkeypatch, path, sign):
     monkeypatch.setattr("recipe.atropos.sessions.server._KEEP_ALIVE", 0.1)
     opened = sessions.open()
     sessions.policy.delay = 0.6
-    response = begun(sessions, opened, {"messages": [{"role": "user", "content": "sum"}], "stream": True}).getresponse()
+    body = {"messages": [{"role": "user", "content": "sum"}], "max_tokens": 8, "stream": True}
+    response = begun(sessions, opened, body, path).getresponse()
     started = time.monotonic()
-    assert response.status == 200 and response.readline() == b": still sampling\n"
+    assert response.status == 200 and response.readline() == sign
     assert time.monotonic() - started < 0.5
-    assert response.read().decode().count(": still sampling") >= 2
+    assert response.read().count(sign) >= 2
 
 
 def test_session_server_that_starts_again_goes_on(sessions):

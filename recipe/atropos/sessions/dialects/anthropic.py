@@ -26,6 +26,7 @@ from recipe.atropos.sessions.messages import (
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
+KEEP_ALIVE = event({"type": "ping"}, "ping")
 
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 _BILLING = "x-anthropic-billing-header:"  # Claude Code's, for Anthropic; it differs between the requests of a task
