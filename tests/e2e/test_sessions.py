@@ -42,7 +42,8 @@ class Served:
         self.port = free_port()
         self.url, self.folder = f"http://127.0.0.1:{self.port}", folder
         self.command = [sys.executable, "-m", "recipe.atropos.sessions.server", f"--port={self.port}"]
-        self.command += [f"--gateway={server}", f"--tokenizer={model_path}", f"--data={folder / 'sessions.sqlite'}"]
+        self.command += [f"--gateway={server}", "--api=http://127.0.0.1:9", f"--tokenizer={model_path}"]
+        self.command += [f"--data={folder / 'sessions.sqlite'}"]  # no group is opened, so no API is asked
         self.start()
 
     def start(self):
