@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
 from recipe.atropos.environments.calculator_tool import answer

@@ -27,7 +27,7 @@ from helpers.sglang import call, running_sglang
 from helpers.taught import taught
 from helpers.trainer import model_vocab
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.utils.process import start_service
 

@@ -10,9 +10,8 @@ from transformers import AutoTokenizer
 
 from helpers.sampled import END, I, Scripted, assert_as_sampled, make, make_drifting_model, round_of
 from helpers.sglang import running_sglang
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
 from recipe.atropos.inference.client import SGLangClient
 

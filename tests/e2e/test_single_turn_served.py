@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.code_environment import make_code_environment
-from recipe.atropos.adapter.completion_cache import trained_spans
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 
 pytestmark = pytest.mark.timeout(300)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.adapted_env import adapt
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.restore import restore
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 I = -100  # noqa: E741

@@ -20,10 +20,9 @@ from helpers.loss import assert_taught, in_the_loss
 from helpers.taught import taught
 from helpers.trainer import random_group
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.teacher import most_likely
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.errors import EnvironmentFailure
 
 V = 40

@@ -22,13 +22,12 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from recipe.atropos.adapter.token_keys import key_of, keys_of
-from recipe.atropos.data.rows import IGNORED
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import SamplingParams
 
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
@@ -371,12 +370,3 @@ def _unsampled(work: list[int], origin: list[int], start: int, end: int) -> list
     own = next((i for i in range(start, end) if origin[i + 1] > origin[i]), end)
     pieces = (Piece(origin[a], origin[b], work[a:b]) for a, b in ((start, own), (own, end)))
     return [piece for piece in pieces if piece.tokens]
-
-
-def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each run of positions that are trained on."""
-    end = 0
-    for trained, run in groupby(masks, lambda mask: mask != IGNORED):
-        start, end = end, end + len(list(run))
-        if trained:
-            yield start, end

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from atroposlib.envs import base
 
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
 
 _GROUPS: ContextVar[list[dict[str, Any]] | None] = ContextVar("groups", default=None)  # of the current item

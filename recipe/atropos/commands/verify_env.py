@@ -31,11 +31,10 @@ from rich.text import Text
 from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.rows import ConversionReport, Row, RowLimits
+from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_spans
 from recipe.atropos.errors import ConfigurationError, one_line_errors
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out

@@ -4,8 +4,9 @@ Shapes: R_i response tokens of row i, K the teacher's top-k.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -172,3 +173,12 @@ def environment_name(name: str | None, env_id: int | None) -> str:
     if name is not None:
         return str(name).replace("/", "_")
     return "unknown" if env_id is None else f"env_{env_id % ENV_IDS_PER_RUN}"
+
+
+def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of each run of positions that are trained on."""
+    end = 0
+    for trained, run in groupby(masks, lambda mask: mask != IGNORED):
+        start, end = end, end + len(list(run))
+        if trained:
+            yield start, end

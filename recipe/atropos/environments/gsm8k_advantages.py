@@ -26,8 +26,7 @@ import regex
 from atroposlib.envs.base import ScoredDataGroup
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.completion_cache import trained_spans
-from recipe.atropos.data.rows import IGNORED
+from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.environments.calculator_tool import CalculatorError, calculate
 from recipe.atropos.environments.gsm8k import GSM8kEnv
 from recipe.atropos.environments.word_problems import Row, gold_answer

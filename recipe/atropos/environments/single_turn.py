@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
-from recipe.atropos.adapter.completion_cache import trained_spans
 from recipe.atropos.adapter.restore import group_of_nodes
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 

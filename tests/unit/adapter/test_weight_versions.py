@@ -7,11 +7,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from helpers.sglang import make_tiny_model
-from recipe.atropos.adapter.completion_cache import CompletionCache, trained_spans
+from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
 from recipe.atropos.algorithm.metrics import staleness_metrics
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.inference.sampled import versions_of
 
 I = -100  # noqa: E741
