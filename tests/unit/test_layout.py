@@ -16,7 +16,7 @@ LAYERS = (
     ("tensors", "utils"),
     ("verl_ext",),
     ("data", "run"),
-    ("algorithm", "terminal", "trajectory_api", "watchdog"),
+    ("algorithm", "credit", "terminal", "trajectory_api", "watchdog"),
     ("config", "sources"),
     ("checkpoint", "data_source", "inference"),
     ("sessions",),

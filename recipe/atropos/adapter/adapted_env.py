@@ -2,7 +2,7 @@
 
 ``handle_send_to_api`` and ``_send_scored_data_to_api`` take a scored group through these steps:
 
-    validate -> shape -> restore and stamp -> check -> the environment's own -> post
+    validate -> shape -> restore and stamp -> credit -> check -> the environment's own -> post
 
 - ``AdaptedEnv`` handles what the environment produces.
 - ``PostingEnv`` is a fixed ``BaseEnv``: the environment's own overrides, and their ``super()``, still apply.
@@ -27,6 +27,7 @@ from recipe.atropos.adapter.shaping import check_literals, dropped_by_environmen
 from recipe.atropos.adapter.teacher import TeacherFixes
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
 from recipe.atropos.algorithm.reward_bridge import RewardBridge
+from recipe.atropos.credit.group import add_credit
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
 
@@ -98,6 +99,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 self.report.observe("score", *dict(zip(numbers, group["scores"], strict=True)).values())
                 await self._shape(group)
                 self._restore(group)
+                self._credit(group, item)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)
             except RefusedGroup as refused:
                 self.report.refuse(refused.reason, str(refused))
@@ -126,6 +128,15 @@ class AdaptedEnv(CommandLine, Lifecycle):
         if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled
             return
         restore_group(self._calls.caches["train"], group, self.report.count, self.config.wandb_name)
+
+    def _credit(self, group: dict[str, Any], item: Any) -> None:
+        if self.adapter_settings.credit is None:
+            return
+        try:
+            add_credit(group, self.adapter_settings.credit, self.tokenizer, item)
+        except Exception as error:  # of the environment's own values too: it would send nothing
+            self._failure = error
+            raise
 
     # ------------------------------------------------------------------ wandb
 

@@ -323,7 +323,7 @@ def chosen_preset(values: Sequence[tuple[str, Any]]) -> str | None:
 def _drop_for_another_target(
     config: DictConfig, preset: str | None, changes: list[tuple[str, Any]], tell: Callable[[str], None]
 ) -> None:
-    """Drop a preset's args and reward bridge if the user names another environment than the preset."""
+    """Drop a preset's args, reward bridge and credit if the user names another environment than the preset."""
     given = dict(changes)
     for key in [f"environments.{name}" for name in config.environments] or ["environment"]:
         settings = OmegaConf.select(config, key)
@@ -331,7 +331,7 @@ def _drop_for_another_target(
         target = program or given.get(f"{key}.target", settings.target)
         if preset is None or target == settings.target:
             continue
-        for name, empty in (("args", {}), ("reward_bridge", None)):
+        for name, empty in (("args", {}), ("reward_bridge", None), ("credit", None)):
             if settings.get(name):
                 tell(f"preset {preset}: its {key}.{name} is for {settings.target}, and left out for {target or 'null'}")
                 settings[name] = empty

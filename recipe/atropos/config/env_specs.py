@@ -2,7 +2,7 @@
 
 ``environment`` is the only environment of a run; with ``target: null`` the run starts none, and others join it. If
 ``environments`` has entries, NAME: {settings}, the run has these instead, and ``environment`` supplies the settings
-that they omit, except ``args`` and ``reward_bridge``.
+that they omit, except ``args``, ``reward_bridge`` and ``credit``.
 
 Environments may have any group sizes up to a batch. An allocation holds over consecutive batches
 (``trajectory_api/batching.py``).
@@ -26,7 +26,7 @@ NO_STEP_LIMIT = 10**9
 _LEAST_FILL = 0.8
 _PROGRAM = "recipe.atropos.environments.program"
 _PROGRAM_KEYS = ("command", "agent", "items", "score")
-_NULL_IS_A_VALUE = ("python", "reward_bridge", "min_batch_allocation")
+_NULL_IS_A_VALUE = ("python", "reward_bridge", "credit", "min_batch_allocation")
 _OWN_KEYS = {  # flags of the environment that have their own keys
     "group_size": "group_size",
     "inference_weight": "weight",
@@ -81,7 +81,7 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
         single = _with_program(single)
         name = _name_of(single)
         return {} if single["target"] is None else {name: _spec("environment", name, single)}
-    shared = single | {"args": {}, "reward_bridge": None}
+    shared = single | {"args": {}, "reward_bridge": None, "credit": None}
     specs = {}
     for name, own in several.items():
         given = {key: value for key, value in own.items() if value is not None or key in _NULL_IS_A_VALUE}

@@ -36,7 +36,7 @@ def check_config(config: DictConfig) -> None:
     _check(chain(_lora(config), _distillation(config)))
     _check(_shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n))
     for spec in specs:
-        _check_bridge(spec)
+        _check_shaping(spec)
     _check(chain(() if specs else _joined(config), _training(config), _weight_sync(config), _transport(config)))
 
 
@@ -135,6 +135,7 @@ def _joined(config: DictConfig) -> Rules:
     for key, value in (
         ("environment.args", dict(config.environment.args)),
         ("environment.reward_bridge", config.environment.reward_bridge),
+        ("environment.credit", config.environment.credit),
         ("evaluation.every", config.evaluation.every),
     ):
         yield (
@@ -144,11 +145,17 @@ def _joined(config: DictConfig) -> Rules:
         )
 
 
-def _check_bridge(spec: EnvironmentSpec) -> None:
+def _check_shaping(spec: EnvironmentSpec) -> None:
     if spec.reward_bridge is not None:
         from recipe.atropos.algorithm.reward_bridge import parse_bridge  # imported here: few runs have a bridge
 
         parse_bridge(dict(spec.reward_bridge), f"{spec.key}.reward_bridge")
+    if spec.credit is not None:
+        from recipe.atropos.credit.group import Credit
+
+        credit = Credit.parse(dict(spec.credit), f"{spec.key}.credit")
+        if spec.python is None:  # else its own interpreter has the function
+            credit.function()
 
 
 def _algorithm(config: DictConfig) -> Rules:

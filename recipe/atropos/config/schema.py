@@ -92,6 +92,7 @@ class Environment(Section):
     group_size: Count = about("Sequences of a group")
     args: dict[str, Any] = about("The environment's own flags, without env.")
     reward_bridge: dict[str, Any] | None = about("Shapes its scores, see algorithm/reward_bridge.py; null: does not")
+    credit: dict[str, Any] | None = about("Advantages of its turns, see credit/group.py; null: its own, or GRPO's")
     weight: Positive = about("Of several: its part of what is not allocated, relative to the others'")
     min_batch_allocation: Share | None = about("Of several: the part of each batch it has at least; null: none")
     max_restarts: Limit = about("Restarts before it is abandoned")

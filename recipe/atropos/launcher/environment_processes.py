@@ -13,6 +13,7 @@ Guarantees:
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -189,7 +190,9 @@ def write_bridge(run: Run, spec: EnvironmentSpec) -> None:
 def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str) -> list[str]:
     """Return the command of an environment that serves the run, with the adapter's settings."""
     settings = AdapterSettings(
-        groups_in_flight=groups_in_flight(run.config, spec), report=str(run.files.environment_report(spec.name))
+        groups_in_flight=groups_in_flight(run.config, spec),
+        report=str(run.files.environment_report(spec.name)),
+        credit=None if spec.credit is None else json.dumps(dict(spec.credit)),
     )
     return environment_command(run, spec, "serve", api_url, server_url) + settings.flags()
 

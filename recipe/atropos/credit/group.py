@@ -1,0 +1,224 @@
+"""The advantages of a scored group's tokens, by the rules of ``rules``.
+
+``add_credit`` works on any ``ScoredDataGroup`` of atroposlib, in any ``BaseEnv``, with or without this recipe's
+trainer: it writes the group's ``advantages``. The launcher does the same for an unmodified environment by
+``environment.credit``. What it reads of the group, beside tokens, masks and scores, is in ``group_overrides``:
+
+- ``turn_values``: for each sequence the environment's check after each of its turns, in units of the score;
+- ``turn_states``: for each sequence what it calls the state before each turn; without it, the tokens before it;
+- ``trajectory``: sequences of one number are one episode, whose turns are those of all of them, in order;
+- ``branches``: for each sequence null, or [of which sequence, after how many of its turns] it goes on; their turns come
+  first in it, and are not trained again.
+
+A turn is a run of trained tokens. A token that is not trained has advantage 0.
+"""
+
+import pkgutil
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from recipe.atropos.credit.rules import Decisions, advantages
+from recipe.atropos.data.rows import trained_spans
+from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.errors import ConfigurationError
+
+Values = Callable[[Any, str], float]
+
+
+class CreditError(ConfigurationError):
+    """What the environment gives cannot be credited; the message names it."""
+
+
+class Credit(BaseModel):
+    """How credit is given; the keys of ``environment.credit``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spans: str = Field("turns", min_length=1, description="turns, or a regular expression: each match ends a decision")
+    values: str | None = Field(
+        None,
+        pattern=r"^[\w.]+:\w+$",
+        description="MODULE:function(item, text) -> what was reached by the text of an episode so far, in units of the "
+        "score; null: the environment's own turn_values, if it gives some",
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of what follows by each decision")
+    lam: float = Field(0.5, ge=0, le=1, description="Weight of what follows: 0 trusts the values, 1 the outcome alone")
+    mix: float = Field(0.0, ge=0, le=1, description="Share of outcome GRPO")
+    outcome_gate: bool = Field(False, description="No gradient from groups whose scores are equal")
+
+    @classmethod
+    def parse(cls, given: Any, key: str) -> "Credit":
+        """Return the settings of a mapping. Raises ConfigurationError, which names ``key`` and the fix."""
+        try:
+            credit = cls.model_validate(given)
+            re.compile(credit.spans)
+        except ValidationError as error:
+            [problem, *_] = error.errors()
+            where = ".".join(map(str, (key, *problem["loc"])))
+            raise ConfigurationError(f"{where}={problem['input']}: {problem['msg']}") from error
+        except re.error as error:
+            raise ConfigurationError(f"{key}.spans={given['spans']}: {error}; give turns or a pattern") from error
+        if credit.spans != "turns" and credit.values is None:
+            raise ConfigurationError(f"{key}.spans={credit.spans}: parts of turns need {key}.values, a function")
+        return credit
+
+    def function(self) -> Values | None:
+        """Return the function that ``values`` names. Raises CreditError if there is none."""
+        try:
+            return None if self.values is None else pkgutil.resolve_name(self.values)
+        except (ImportError, AttributeError) as error:
+            raise CreditError(f"environment.credit.values={self.values}: {error}; give MODULE:function") from error
+
+
+class Decision(NamedTuple):
+    """A decision's trained tokens [start, end) of a sequence; ``turn`` counts the sequence's turns."""
+
+    sequence: int
+    turn: int
+    start: int
+    end: int
+
+
+def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, item: Any = None) -> None:
+    """Write the ``advantages`` of a group, a list of floats for each sequence, one for each token.
+
+    ``tokenizer`` is needed for ``spans`` other than turns, and for ``values``, which is given ``item`` and an episode's
+    text from the end of the prompt to the next decision, what the environment said after this one included.
+
+    Raises:
+        CreditError: the group has advantages already, or a field of it has not one value for each turn.
+    """
+    if any(row is not None and len(row) for row in group.get("advantages") or ()):
+        raise CreditError("the environment sends advantages of its own; leave environment.credit out")
+    found = list(_decisions(group, credit, tokenizer))
+    parents = _parents(found, group)
+    outcomes = np.full(len(found), np.nan)
+    for i in set(range(len(found))) - {*parents.tolist()}:
+        outcomes[i] = group["scores"][found[i].sequence]
+    if _overrides(group).get("turn_states") is None:
+        states = [str(group["tokens"][one.sequence][: one.start]) for one in found]
+    else:
+        states = [str(_of_turn(group, "turn_states", one)) for one in found]
+    values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
+    decisions = Decisions(parents, outcomes, values, states)
+    given = advantages(decisions, credit.gamma, credit.lam, credit.mix, credit.outcome_gate)
+    rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
+    for one, value in zip(found, given, strict=True):
+        rows[one.sequence][one.start : one.end] = value
+    group["advantages"] = [row.tolist() for row in rows]
+
+
+def _overrides(group: dict[str, Any]) -> dict[str, Any]:
+    return group.get("group_overrides") or {}
+
+
+def _decisions(group: dict[str, Any], credit: Credit, tokenizer: Any) -> Iterator[Decision]:
+    """Yield the decisions, each sequence's in order, those of an episode together."""
+    numbers = trajectory_numbers(_overrides(group), len(group["scores"]))
+    for sequence in sorted(range(len(numbers)), key=lambda i: numbers.index(numbers[i])):
+        tokens, (_, shared) = group["tokens"][sequence], _branch(group, sequence) or (0, 0)
+        for turn, (start, end) in enumerate(trained_spans(group["masks"][sequence]), shared):
+            for first, last in _cut(tokens, start, end, credit.spans, tokenizer):
+                yield Decision(sequence, turn, first, last)
+
+
+def _cut(tokens: Sequence[int], start: int, end: int, spans: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
+    """Yield the parts [start, end) of a turn: each ends with a match of ``spans``, the last with the turn."""
+    if spans != "turns":
+        for match in re.finditer(spans, decoded(tokenizer, tokens[start:end])):
+            last = start + token_span(tokenizer, tokens[start:end], *match.span()).stop
+            if start < last < end:
+                yield start, last
+                start = last
+    yield start, end
+
+
+def _parents(found: Sequence[Decision], group: dict[str, Any]) -> np.ndarray:
+    """Return the index of the decision before each, -1 for an episode's first, (D,)."""
+    numbers = trajectory_numbers(_overrides(group), len(group["scores"]))
+    last: dict[int, int] = {}  # of each episode
+    parents = np.full(len(found), -1)
+    for i, one in enumerate(found):
+        episode = numbers[one.sequence]
+        if episode in last:
+            parents[i] = last[episode]
+        elif branch := _branch(group, one.sequence):
+            parents[i] = _after_turn(found[:i], *branch, group)
+        last[episode] = i
+    return parents
+
+
+def _branch(group: dict[str, Any], sequence: int) -> tuple[int, int] | None:
+    """Return the sequence that another one goes on with, and after how many of its turns."""
+    branches = _overrides(group).get("branches")
+    return tuple(branches[sequence]) if branches and branches[sequence] else None
+
+
+def _after_turn(found: Sequence[Decision], sequence: int, turns: int, group: dict[str, Any]) -> int:
+    """Return the index of the decision with which a sequence's first ``turns`` turns end."""
+    while (branch := _branch(group, sequence)) and branch[1] >= turns:
+        sequence = branch[0]
+    ends = [i for i, one in enumerate(found) if one.sequence == sequence and one.turn < turns]
+    if not ends:
+        raise CreditError(f"group_overrides.branches: sequence {sequence} comes later, or has no {turns} turns")
+    return ends[-1]
+
+
+def _values(
+    group: dict[str, Any],
+    found: Sequence[Decision],
+    goes_on: np.ndarray,
+    tokenizer: Any,
+    item: Any,
+    function: Values | None,
+) -> np.ndarray | None:
+    """Return what was reached after each decision that is not an episode's last, (D,); None if nobody says it."""
+    if function is None and _overrides(group).get("turn_values") is None:
+        return None
+    values = np.zeros(len(found))
+    for i in np.flatnonzero(goes_on):
+        one = found[i]
+        if function is None:
+            values[i] = _of_turn(group, "turn_values", one)
+            continue
+        following, tokens = found[i + 1 : i + 2], group["tokens"][one.sequence]
+        end = following[0].start if following and following[0].sequence == one.sequence else len(tokens)
+        values[i] = function(item, decoded(tokenizer, tokens[_prompt(group, one.sequence) : end]))
+    return values
+
+
+def _prompt(group: dict[str, Any], sequence: int) -> int:
+    """Return the length of the prompt before an episode's first turn, in a sequence."""
+    while branch := _branch(group, sequence):
+        sequence = branch[0]
+    return next(trained_spans(group["masks"][sequence]))[0]
+
+
+def _of_turn(group: dict[str, Any], name: str, one: Decision) -> Any:
+    try:
+        return _overrides(group)[name][one.sequence][one.turn]
+    except (IndexError, TypeError) as error:
+        raise CreditError(
+            f"group_overrides.{name}: sequence {one.sequence} has no value for its turn {one.turn}; give a list over "
+            "sequences of lists over turns"
+        ) from error
+
+
+def token_span(tokenizer: Any, tokens: Sequence[int], start: int, end: int) -> slice:
+    """Return the slice of ``tokens`` that covers the characters [start, end) of their text."""
+
+    def characters(count: int) -> int:
+        return len(decoded(tokenizer, tokens[:count]).removesuffix("\ufffd"))  # the last may be incomplete
+
+    counts = range(len(tokens) + 1)
+    first = min(bisect_left(counts, start, key=characters), bisect_right(counts, start, key=characters) - 1)
+    return slice(first, bisect_left(counts, end, key=characters))
+
+
+def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

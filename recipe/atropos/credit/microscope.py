@@ -1,0 +1,237 @@
+"""What a rule of credit will save, on a task small enough to enumerate: ``python -m recipe.atropos credit``.
+
+An episode is right if its policy takes ``steps`` right decisions and then stops; ``slack`` wrong ones are forgiven.
+Each step needs one of ``skills`` skills, which the episode's item names, so that what is learned in one place is used
+in others, as by the turns of a language model. The policy is a softmax over three logits (right, wrong, stop) for each
+skill, and for the end. So its success and the gradient of it are known exactly, and for each rule the table says
+
+- angle: degrees between the mean of its estimates and the gradient, which is its bias;
+- samples: the decisions that an estimate of equal signal to noise needs, as a ratio to outcome GRPO's;
+- to 80%: the sampled decisions until the success is 0.8, as a ratio to outcome GRPO's, trained with Adam on one group
+  for each update, each rule with the best of three learning rates; "-" if none gets there.
+
+All decisions that are sampled count, those of branches too.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantages
+
+RIGHT, _WRONG, STOP = range(3)
+RATES, UPDATES, HELD_OUT, EVERY = (0.03, 0.1, 0.3), 1000, 24, 4
+Advantages = Callable[[Decisions], np.ndarray]
+State = tuple[int, int]  # right steps and wrong ones so far
+
+
+@dataclass(frozen=True)
+class Item:
+    """An episode's task: the skill of each step, of ``skills`` in all, and how many wrong decisions are forgiven."""
+
+    needs: tuple[int, ...]
+    skills: int
+    slack: int
+
+    def row(self, state: State) -> int:
+        """Return the row of the policy's logits, (skills + 1, 3), that decides in a state."""
+        return self.needs[state[0]] if state[0] < len(self.needs) else self.skills
+
+    def after(self, state: State, action: int) -> tuple[State, float | None]:
+        """Return the state after an action, and the outcome if the episode ends."""
+        right, wrong = state
+        if action == STOP:
+            return state, float(right == len(self.needs) and wrong <= self.slack)
+        good = action == RIGHT and right < len(self.needs)
+        state = (right + good, wrong + (not good))
+        return state, 0.0 if sum(state) > len(self.needs) + self.slack else None
+
+    def value(self, state: State) -> float:
+        """The environment's check of what was reached: the part of the right decisions that were taken."""
+        return state[0] / (len(self.needs) + 1)
+
+    def success(self, policy: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the probability of a right episode, and its gradient with respect to the logits, (skills + 1, 3)."""
+        known: dict[State, tuple[float, np.ndarray]] = {}
+
+        def below(state: State) -> tuple[float, np.ndarray]:
+            if state not in known:
+                row = self.row(state)
+                values, gradient = np.zeros(3), np.zeros_like(policy)
+                for action in range(3):
+                    follows, outcome = self.after(state, action)
+                    values[action], gradients = (outcome, 0.0) if outcome is not None else below(follows)
+                    gradient += policy[row, action] * gradients
+                mean = policy[row] @ values
+                gradient[row] += policy[row] * (values - mean)
+                known[state] = mean, gradient
+            return known[state]
+
+        return below((0, 0))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def first_logits(item: Item, success: float) -> np.ndarray:
+    """Return logits with this success, as good at each skill as at the end."""
+    best = np.eye(3)[[RIGHT] * item.skills + [STOP]]
+    low, high = 0.0, 30.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if item.success(softmax(middle * best))[0] < success else (low, middle)
+    return high * best
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A group's decisions, with the policy's row and the action of each, (D,) int."""
+
+    group: Decisions
+    rows: np.ndarray
+    actions: np.ndarray
+
+    def gradient(self, policy: np.ndarray, advantages: np.ndarray) -> np.ndarray:
+        """Return the estimate of the policy gradient, the mean over episodes, (skills + 1, 3)."""
+        found = np.zeros_like(policy)
+        np.add.at(found, (self.rows, self.actions), advantages)
+        np.add.at(found, self.rows, -advantages[:, None] * policy[self.rows])
+        return found / self.group.ends.sum()
+
+
+def sample(item: Item, policy: np.ndarray, rng: np.random.Generator, episodes: int, decisions: int = 0) -> Sample:
+    """Sample ``episodes`` from the start; then, as long as there are fewer than ``decisions``, from a state in which
+    one of them went on, each as likely as the others.
+    """
+    steps = np.cumsum(policy, -1)
+    taken: list[tuple[int, float, State, State, int]] = []  # parent, outcome, state before and after, action
+
+    def episode(parent: int, state: State) -> None:
+        outcome = None
+        while outcome is None:
+            action = min(STOP, int(np.searchsorted(steps[item.row(state)], rng.random())))
+            before, (state, outcome) = state, item.after(state, action)
+            taken.append((parent, math.nan if outcome is None else outcome, before, state, action))
+            parent = len(taken) - 1
+
+    for _ in range(episodes):
+        episode(-1, (0, 0))
+    while len(taken) < decisions and (open_ := [i for i, one in enumerate(taken) if math.isnan(one[1])]):
+        at = open_[rng.integers(len(open_))]
+        episode(at, taken[at][3])
+    parents, outcomes, states, after, actions = zip(*taken, strict=True)
+    values = np.array([item.value(state) for state in after])
+    group = Decisions(np.array(parents), np.array(outcomes), values, states)
+    return Sample(group, np.array([item.row(state) for state in states]), np.array(actions))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule to compare: the advantages of a group, and how many of its episodes begin at the start, None for all."""
+
+    advantages: Advantages
+    begun: int | None = None
+
+
+def _outcomes(rule: Advantages) -> Advantages:
+    """Without the environment's values."""
+    return lambda group: rule(replace(group, values=None))
+
+
+RULES = {
+    "outcome GRPO": Rule(outcome_advantages),
+    "same state": Rule(_outcomes(advantages)),
+    "progress, lam 0": Rule(partial(advantages, lam=0.0)),
+    "progress, lam 0.5": Rule(partial(advantages, lam=0.5)),
+    "progress, lam 1": Rule(partial(advantages, lam=1.0)),
+    "progress, mix 0.5": Rule(partial(advantages, lam=0.5, mix=0.5)),
+    "turn tree": Rule(_outcomes(advantages), 4),
+    "turn tree, progress": Rule(partial(advantages, lam=0.5), 4),
+}
+
+
+@dataclass(frozen=True)
+class Microscope:
+    """The comparison of rules on items, from the first policy's logits on."""
+
+    items: Sequence[Item]
+    logits: np.ndarray
+    group_size: int
+
+    def draw(
+        self, rule: Rule, policy: np.ndarray, rng: np.random.Generator, decisions: int
+    ) -> tuple[Sample, np.ndarray]:
+        item = self.items[rng.integers(len(self.items))]
+        begun, most = (self.group_size, 0) if rule.begun is None else (rule.begun, decisions)
+        found = sample(item, policy, rng, begun, most)
+        return found, found.gradient(policy, rule.advantages(found.group))
+
+    def usual_decisions(self) -> int:
+        """Return the decisions of a group without branches, the mean of 32."""
+        rng, policy = np.random.default_rng(0), softmax(self.logits)
+        return sum(len(sample(self.items[i], policy, rng, self.group_size).actions) for i in range(32)) // 32
+
+    def estimate(self, rule: Rule, groups: int) -> tuple[float, float]:
+        """Return the angle in degrees between mean and gradient, and noise over signal for each decision."""
+        rng, policy, decisions = np.random.default_rng(0), softmax(self.logits), self.usual_decisions()
+        exact = np.mean([item.success(policy)[1] for item in self.items], 0).ravel()
+        found = [self.draw(rule, policy, rng, decisions) for _ in range(groups)]
+        gradients = np.array([gradient.ravel() for _, gradient in found])
+        mean, variance = gradients.mean(0), gradients.var(0).sum()
+        along = mean @ exact / np.linalg.norm(exact)
+        length = math.sqrt(max(mean @ mean - variance / groups, along**2))
+        sampled = sum(len(one.actions) for one, _ in found) / groups
+        return math.degrees(math.acos(along / length)), sampled * variance / along**2
+
+    def train(self, rule: Rule, rate: float, seed: int) -> float:
+        """Return the decisions that are sampled until the success is 0.8, infinity if it is not reached."""
+        rng, logits, decisions = np.random.default_rng(seed), self.logits.copy(), self.usual_decisions()
+        first, second, sampled = np.zeros_like(logits), np.zeros_like(logits), 0
+        for update in range(1, UPDATES + 1):
+            policy = softmax(logits)
+            if update % EVERY == 1 and np.mean([item.success(policy)[0] for item in self.items[:HELD_OUT]]) >= 0.8:
+                return sampled
+            found, gradient = self.draw(rule, policy, rng, decisions)
+            sampled += len(found.actions)
+            first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
+            logits += rate * first / (1 - 0.9**update) / (np.sqrt(second / (1 - 0.99**update)) + 1e-8)
+        return math.inf
+
+    def decisions_to_80(self, rule: Rule, seeds: int) -> float:
+        """Return the decisions of the best learning rate, the mean over seeds."""
+        return min(sum(self.train(rule, rate, seed) for seed in range(seeds)) / seeds for rate in RATES)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m recipe.atropos credit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8], help="right decisions of an episode")
+    parser.add_argument("--slack", type=float, default=1.0, help="wrong ones that are forgiven, for each step")
+    parser.add_argument("--solved", type=float, default=0.1, help="success of the first policy")
+    parser.add_argument("--skills", type=int, default=8, help="of which each step needs one")
+    parser.add_argument("--group-size", type=int, default=8, help="episodes of a group")
+    parser.add_argument("--groups", type=int, default=300, help="estimates of the gradient for each rule")
+    parser.add_argument("--seeds", type=int, default=3, help="training runs for each rule and learning rate")
+    options = parser.parse_args(argv)
+    for steps in options.steps:
+        rng, slack = np.random.default_rng(0), round(options.slack * steps)
+        needs = [tuple(rng.integers(options.skills, size=steps).tolist()) for _ in range(100)]
+        items = [Item(one, options.skills, slack) for one in needs]
+        scope = Microscope(items, first_logits(items[0], options.solved), options.group_size)
+        print(f"\n{steps} steps, {slack} wrong ones forgiven, {options.solved:.0%} solved at first\n")
+        print(f"{'rule':<22}{'angle':>7}{'samples':>9}{'to 80%':>9}", flush=True)
+        reference: tuple[float, float] | None = None
+        for name, rule in RULES.items():
+            angle, noise = scope.estimate(rule, options.groups)
+            needed = scope.decisions_to_80(rule, options.seeds)
+            reference = reference or (noise, needed)
+            ratio = f"{needed / reference[1]:>9.2f}" if math.isfinite(needed) else f"{'-':>9}"
+            print(f"{name:<22}{angle:>7.1f}{noise / reference[0]:>9.2f}{ratio}", flush=True)
+    return 0

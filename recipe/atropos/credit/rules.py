@@ -1,0 +1,157 @@
+"""Rules that give each decision of a group its advantage; NumPy alone, usable in any environment.
+
+A *decision* is what is credited as one: a turn, or a part of it. The decisions of a group are a forest: each follows
+another, or begins the episode; independent rollouts are chains, branches share the decisions before them. Guarantees:
+
+- A decision is compared with others that the same policy took, never with what follows itself: an advantage is its
+  return minus a mean over other decisions. So before it is scaled the estimate of the policy gradient is unbiased,
+  also where the policy decides when to stop, if values are exact or gamma and lambda are 1. ``microscope`` measures it.
+- At one decision for each rollout, and with chains and no values at any number of them, the advantages are those of
+  GRPO: (score - mean) / standard deviation (arXiv 2402.03300, section 4.1.2).
+- The order of siblings changes nothing, and a branch follows its ancestors whatever the order of the others.
+
+Shapes: D decisions, each after its parent.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_EPSILON = 1e-6  # verl's, of the division by a deviation
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The decisions of a group.
+
+    ``parents``, (D,) int: the index of the decision before, less than the own; -1 at the beginning.
+    ``outcomes``, (D,) float: the score where an episode ends, NaN elsewhere.
+    ``values``, (D,) float: what the environment's check gives after each, in units of the outcome; None if it has none.
+    ``states``: the state before each decision, equal where the histories are as good as the same; None if only what has
+    the same parent is.
+    """
+
+    parents: np.ndarray
+    outcomes: np.ndarray
+    values: np.ndarray | None = None
+    states: Sequence[Hashable] | None = None
+
+    @property
+    def ends(self) -> np.ndarray:
+        """Whether an episode ends with a decision, (D,) bool."""
+        return ~np.isnan(self.outcomes)
+
+
+def returns(group: Decisions, gamma: float = 1.0, lam: float = 0.0) -> np.ndarray:
+    """Return what each decision brought, (D,) float: with values the sum over what follows of (gamma lam)^k times the
+    progress of the k-th decision after it, gamma times the value after minus the value before; the mean over branches.
+
+    The value after the last decision is the outcome, so with gamma = lam = 1 it is the outcome minus the value before:
+    progress that the outcome does not confirm is taken back (generalized advantage estimation, arXiv 1506.02438, with
+    the environment's check as value function). Without values it is the outcome, the mean over all leaves below.
+    """
+    count = len(group.parents)
+    if group.values is None:
+        values, decay, discount = np.zeros(count), 1.0, 1.0
+    else:
+        values, decay, discount = group.values, gamma * lam, gamma
+    before = np.where(group.parents >= 0, values[group.parents], 0.0)
+    found = np.where(group.ends, group.outcomes, discount * values) - before
+    below, leaves = np.zeros(count), group.ends.astype(float)
+    for i in range(count - 1, -1, -1):
+        if not group.ends[i]:
+            found[i] += decay * below[i] / leaves[i]
+        if (parent := group.parents[i]) >= 0:
+            below[parent] += leaves[i] * found[i]
+            leaves[parent] += leaves[i]
+    return found
+
+
+def centered(group: Decisions, found: np.ndarray) -> np.ndarray:
+    """Return returns minus the mean of other decisions' returns, (D,).
+
+    The others are at the same depth: those in the same state, else the nearest relatives, under the closest ancestor
+    that has any. Without values an episode that has ended is one of them, by its outcome, at every greater depth. What
+    nothing can be compared with keeps its return.
+    """
+    lineages: list[list[int]] = []  # of each decision: its parent, and so on, up to -1
+    for parent in group.parents.tolist():
+        lineages.append([parent] + (lineages[parent] if parent >= 0 else []))
+    keys: list[list[Hashable]] = [[(len(lineage), ancestor) for ancestor in lineage] for lineage in lineages]
+    if group.states is not None:
+        keys = [
+            [(len(lineage), "state", state), *own]
+            for lineage, state, own in zip(lineages, group.states, keys, strict=True)
+        ]
+    sums: defaultdict[Hashable, float] = defaultdict(float)
+    counts: defaultdict[Hashable, int] = defaultdict(int)
+    for own, value in zip(keys, found, strict=True):
+        for key in own:
+            sums[key] += value
+            counts[key] += 1
+    if group.values is None:
+        deepest = max(map(len, lineages))
+        for i in np.flatnonzero(group.ends):
+            for depth in range(len(lineages[i]) + 1, deepest + 1):
+                for ancestor in lineages[i]:
+                    sums[depth, ancestor] += found[i]
+                    counts[depth, ancestor] += 1
+    others = np.zeros(len(found))
+    for i, own in enumerate(keys):
+        key = next((key for key in own if counts[key] > 1), None)
+        if key is not None:
+            others[i] = (sums[key] - found[i]) / (counts[key] - 1)
+    return found - others
+
+
+def weights(group: Decisions) -> np.ndarray:
+    """Return the part of a rollout that each decision stands for, (D,): 1, shared equally where it branches.
+
+    With it the decisions of branches count as often as the policy comes to them, as those of chains do.
+    """
+    branches = np.bincount(group.parents + 1, minlength=len(group.parents) + 1)
+    found = np.ones(len(group.parents))
+    for i, parent in enumerate(group.parents):
+        if parent >= 0:
+            found[i] = found[parent] / branches[parent + 1]
+    return found
+
+
+def scaled(group: Decisions, advantages: np.ndarray) -> np.ndarray:
+    """Return advantages, (D,), as multiples of their root mean square, to which each of the N episodes contributes the
+    mean of its decisions, times ((N - 1) / N)^(1/2); 0 where all are 0.
+
+    So they are GRPO's, which divides by a deviation with N - 1, where each decision has its episode's.
+    """
+    squares = np.zeros(len(advantages))  # the sum along the way to each decision
+    depths = np.zeros(len(advantages))
+    for i, parent in enumerate(group.parents):
+        squares[i] = advantages[i] ** 2 + (squares[parent] if parent >= 0 else 0.0)
+        depths[i] = 1 + (depths[parent] if parent >= 0 else 0.0)
+    episodes = group.ends.sum()
+    root = np.sqrt((squares / depths)[group.ends].mean())
+    factor = np.sqrt((episodes - 1) / episodes)
+    return factor * advantages / (root + _EPSILON) if root > _EPSILON else np.zeros(len(advantages))
+
+
+def outcome_advantages(group: Decisions) -> np.ndarray:
+    """Return GRPO's advantages, (D,): of each decision the mean over the episodes that it is part of."""
+    plain = Decisions(group.parents, group.outcomes)
+    return scaled(plain, weights(plain) * centered(plain, returns(plain)))
+
+
+def advantages(
+    group: Decisions, gamma: float = 1.0, lam: float = 0.0, mix: float = 0.0, outcome_gate: bool = False
+) -> np.ndarray:
+    """Return the advantages of a group's decisions, (D,).
+
+    ``mix`` is the share of outcome GRPO in them. With ``outcome_gate`` they are 0 where all outcomes are equal: no
+    check of what was reached, however shaped, is then followed where no episode was better than another.
+    """
+    ends = group.ends
+    if outcome_gate and np.ptp(group.outcomes[ends]) == 0:
+        return np.zeros(len(group.parents))
+    credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam)))
+    return (1 - mix) * credit + mix * outcome_advantages(group) if mix else credit

@@ -1,0 +1,243 @@
+"""The rules of credit: hand-computed cases, what they promise in general, and what they estimate."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.atropos.credit.microscope import STOP, Item, Sample, first_logits, softmax
+from recipe.atropos.credit.rules import Decisions, advantages, centered, outcome_advantages, returns, scaled, weights
+
+NAN = math.nan
+
+
+def chains(outcomes, lengths, values=None):
+    """Rollouts from one prompt: ``values`` after each decision, the last of a rollout left out."""
+    parents, ends, after = [], [], []
+    for i, (outcome, length) in enumerate(zip(outcomes, lengths, strict=True)):
+        for k in range(length):
+            parents.append(len(parents) - 1 if k else -1)
+            ends.append(outcome if k == length - 1 else NAN)
+            after.append(values[i][k] if values is not None and k < length - 1 else 0.0)
+    return Decisions(np.array(parents), np.array(ends), None if values is None else np.array(after))
+
+
+def grpo(outcomes):
+    outcomes = np.array(outcomes)
+    return (outcomes - outcomes.mean()) / (outcomes.std(ddof=1) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "expected"),
+    [
+        (1.0, 0.0, [0.5, 0.25, 0.25, 0.0, 0.0]),
+        (1.0, 0.5, [0.5 + 0.25 * 0.5 + 0.25 * 0.25, 0.25 + 0.25 * 0.5, 0.25, 0.0, 0.0]),
+        (1.0, 1.0, [1.0, 0.5, 0.25, 0.0, 0.0]),
+        (0.5, 0.0, [0.25, 0.375 - 0.5, 1 - 0.75, 0.0, 0.0]),
+    ],
+)
+def test_credit_returns_by_hand(gamma, lam, expected):
+    group = chains([1.0, 0.0], [3, 2], [[0.5, 0.75], [0.0]])
+    assert returns(group, gamma, lam) == pytest.approx(expected)
+
+
+def test_credit_compares_with_the_nearest_relatives_by_hand():
+    """A root with two decisions; the first goes on in two ways, the second in one."""
+    #        0       1       2       3       4
+    tree = Decisions(np.array([-1, 0, 0, -1, 3]), np.array([NAN, 1.0, 0.0, NAN, 0.0]))
+    found = returns(tree)
+    assert found == pytest.approx([0.5, 1.0, 0.0, 0.0, 0.0])  # of a decision that goes on: the mean below
+    # 0 against 3; 1 and 2 against each other; 3 against 0; 4 has no sibling: against 1 and 2, its cousins
+    assert centered(tree, found) == pytest.approx([0.5, 1.0, -1.0, -0.5, -0.5])
+
+
+def test_credit_compares_what_is_in_the_same_state():
+    group = chains([1.0, 0.0, 0.0], [2, 2, 2])
+    states = ["start", "a", "start", "a", "start", "b"]
+    found = centered(replace(group, states=states), returns(group))
+    assert found[[1, 3]] == pytest.approx([1.0, -1.0])
+    assert found[5] == pytest.approx(-0.5)  # nobody else is in b: against all
+
+
+@pytest.mark.parametrize("values", [None, [[], [], [], []]])
+def test_credit_at_one_decision_is_outcome_grpo(values):
+    outcomes = [1.0, -1.0, -1.0, 0.5]
+    group = chains(outcomes, [1] * 4, values)
+    for lam, mix in ((0.0, 0.0), (0.7, 0.3)):
+        assert advantages(group, lam=lam, mix=mix) == pytest.approx(grpo(outcomes), abs=1e-5)
+
+
+def test_credit_without_values_is_outcome_grpo_at_any_length():
+    outcomes, lengths = [1.0, 0.0, 0.0, 0.25], [3, 1, 5, 2]
+    found = advantages(chains(outcomes, lengths))
+    assert found == pytest.approx(np.repeat(grpo(outcomes), lengths), abs=1e-5)
+    assert found == pytest.approx(outcome_advantages(chains(outcomes, lengths, [[9, 8], [], [7] * 4, [6]])))
+
+
+def test_credit_of_an_episode_sums_to_what_it_reached():
+    group = chains([1.0, 0.0, 0.5], [3, 2, 4], [[0.2, 0.9], [0.4], [0.1, 0.1, 0.3]])
+    found = returns(group, lam=0.0)
+    assert [found[:3].sum(), found[3:5].sum(), found[5:].sum()] == pytest.approx([1.0, 0.0, 0.5])
+
+
+def test_credit_gate_and_mix():
+    equal = chains([0.0, 0.0], [2, 2], [[0.5], [0.0]])
+    assert np.abs(advantages(equal)).max() > 0 and not advantages(equal, outcome_gate=True).any()
+    group = chains([1.0, 0.0], [2, 2], [[0.0], [0.5]])
+    halves = 0.5 * advantages(group) + 0.5 * outcome_advantages(group)
+    assert advantages(group, mix=0.5) == pytest.approx(halves)
+    assert advantages(group, mix=0.5, outcome_gate=True) == pytest.approx(halves)
+
+
+def test_credit_scale_counts_an_episode_once():
+    """Three decisions of one episode and one of the other weigh as much."""
+    group = chains([1.0, 0.0], [3, 1])
+    given_ = np.array([2.0, 2.0, 2.0, -4.0])
+    assert scaled(group, given_) == pytest.approx(given_ / np.sqrt((4 + 16) / 2) * np.sqrt(1 / 2), abs=1e-5)
+    assert not scaled(group, np.zeros(4)).any()
+
+
+# ---------------------------------------------------------------------- in general
+
+
+@st.composite
+def forests(draw):
+    """A forest in any order in which parents come first, with values or without."""
+    count = draw(st.integers(2, 14))
+    parents = [-1] + [draw(st.integers(-1, i - 1)) for i in range(1, count)]
+    inner = set(parents)
+    number = st.floats(-2, 2, allow_subnormal=False)
+    outcomes = [NAN if i in inner else draw(number) for i in range(count)]
+    values = [draw(number) for _ in range(count)] if draw(st.booleans()) else None
+    return Decisions(np.array(parents), np.array(outcomes), None if values is None else np.array(values))
+
+
+def reordered(group, seed):
+    """The same forest in another order, and where each decision stands in it."""
+    rng, left, order = np.random.default_rng(seed), set(range(len(group.parents))), []
+    while left:
+        ready = [i for i in sorted(left) if group.parents[i] < 0 or group.parents[i] in order]
+        order.append(ready[rng.integers(len(ready))])
+        left.remove(order[-1])
+    place = {old: new for new, old in enumerate(order)} | {-1: -1}
+    parents = np.array([place[int(group.parents[old])] for old in order])
+    values = None if group.values is None else group.values[order]
+    return Decisions(parents, group.outcomes[order], values), np.array(order)
+
+
+@settings(max_examples=200, deadline=None)
+@given(group=forests(), seed=st.integers(0, 5), lam=st.sampled_from([0.0, 0.5, 1.0]))
+def test_credit_follows_ancestors_not_the_order(group, seed, lam):
+    other, order = reordered(group, seed)
+    found = advantages(group, lam=lam)
+    assert advantages(other, lam=lam) == pytest.approx(found[order], abs=1e-7)
+    beginnings = centered(group, returns(group, lam=lam))[group.parents < 0]
+    if len(beginnings) > 1:  # siblings: their mean is 0
+        assert abs(beginnings.mean()) < 1e-9
+
+
+# ---------------------------------------------------------------------- what is estimated
+
+
+def episodes(item, policy):
+    """All episodes of an item with their probabilities, as (probability, states, actions, outcome)."""
+
+    def go_on(state, probability, states, actions):
+        for action in range(3):
+            chance = probability * policy[item.row(state), action]
+            after, outcome = item.after(state, action)
+            taken = ([*states, state], [*actions, action])
+            if outcome is None:
+                yield from go_on(after, chance, *taken)
+            else:
+                yield chance, *taken, outcome
+
+    return list(go_on((0, 0), 1.0, [], []))
+
+
+def as_sample(item, group):
+    lengths = [len(actions) for _, _, actions, _ in group]
+    chosen = [[item.value(item.after(s, a)[0]) for s, a in zip(*each[1:3], strict=True)] for each in group]
+    decisions = chains([each[3] for each in group], lengths, chosen)
+    states = [state for each in group for state in each[1]]
+    rows = np.array([item.row(state) for state in states])
+    return Sample(replace(decisions, states=states), rows, np.concatenate([each[2] for each in group]))
+
+
+def mean_gradient(item, policy, rule):
+    """The exact mean of a rule's estimates over all pairs of episodes."""
+    total = np.zeros_like(policy)
+    for pair in itertools.product(episodes(item, policy), repeat=2):
+        found = as_sample(item, pair)
+        total += pair[0][0] * pair[1][0] * found.gradient(policy, rule(found.group))
+    return total
+
+
+def by_index(group):
+    """Standardized over the rollouts at each index, as is often done."""
+    found, depth = returns(group, lam=1.0), np.zeros(len(group.parents), int)
+    for i, parent in enumerate(group.parents):
+        depth[i] = 0 if parent < 0 else depth[parent] + 1
+    return np.array([found[i] - found[depth == depth[i]].mean() for i in range(len(found))])
+
+
+@pytest.mark.parametrize("with_values", [True, False])
+def test_credit_is_unbiased_where_the_policy_decides_when_to_stop(with_values):
+    item = Item((0, 1), skills=2, slack=1)
+    policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(3, 3)))
+    success, exact = item.success(policy)
+    assert success == pytest.approx(sum(chance * outcome for chance, _, _, outcome in episodes(item, policy)))
+
+    def rule(group):
+        group = group if with_values else replace(group, values=None)
+        return centered(group, returns(group, lam=1.0))
+
+    assert mean_gradient(item, policy, rule) == pytest.approx(exact, abs=1e-12)
+    cosine = np.vdot(mean_gradient(item, policy, by_index), exact)
+    cosine /= np.linalg.norm(exact) * np.linalg.norm(mean_gradient(item, policy, by_index))
+    assert cosine < 0.999, "normalizing by the index of a turn is biased"
+
+
+def test_credit_of_branches_is_unbiased():
+    """Two rollouts, each of which goes on in two ways after its first decision, if it goes on."""
+    item = Item((0,), skills=1, slack=0)
+    policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(2, 3)))
+    trees = []  # of one rollout: probability, parents, outcomes, states, actions
+    for first in range(3):
+        after, outcome = item.after((0, 0), first)
+        chance = policy[item.row((0, 0)), first]
+        if outcome is not None:
+            trees.append((chance, [-1], [outcome], [(0, 0)], [first]))
+            continue
+        for pair in itertools.product(range(3), repeat=2):
+            ends = [item.after(after, action)[1] for action in pair]
+            both = chance * math.prod(policy[item.row(after), action] for action in pair)
+            trees.append((both, [-1, 0, 0], [NAN, *ends], [(0, 0), after, after], [first, *pair]))
+    total = {True: np.zeros_like(policy), False: np.zeros_like(policy)}
+    for one, two in itertools.product(trees, repeat=2):
+        parents = np.array([*one[1], *(parent + len(one[1]) * (parent >= 0) for parent in two[1])])
+        group = Decisions(parents, np.array([*one[2], *two[2]]))
+        found = Sample(group, np.array([item.row(state) for state in one[3] + two[3]]), np.array(one[4] + two[4]))
+        credit = centered(group, returns(group))
+        for weighted in total:
+            gradient = found.gradient(policy, credit * (weights(group) if weighted else 1.0))
+            total[weighted] += one[0] * two[0] * gradient * group.ends.sum() / 2  # of two rollouts
+    assert total[True] == pytest.approx(item.success(policy)[1], abs=1e-12)
+    assert np.abs(total[False] - item.success(policy)[1]).max() > 0.01
+
+
+def test_microscope_gradient_is_that_of_its_success():
+    item, step = Item((1, 0, 1), skills=2, slack=2), 1e-6
+    logits = first_logits(item, 0.2) + np.random.default_rng(2).normal(size=(3, 3)) / 4
+    _, exact = item.success(softmax(logits))
+    for at in np.ndindex(logits.shape):
+        moved = [logits.copy(), logits.copy()]
+        moved[0][at], moved[1][at] = logits[at] + step, logits[at] - step
+        more, less = (item.success(softmax(one))[0] for one in moved)
+        assert (more - less) / (2 * step) == pytest.approx(exact[at], abs=1e-7)
+    assert item.success(softmax(first_logits(item, 0.2)))[0] == pytest.approx(0.2)
+    assert item.after((3, 2), STOP) == ((3, 2), 1.0) and item.after((2, 0), STOP)[1] == 0.0
