@@ -18,10 +18,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
+from recipe.atropos.environments.calculator_tool import CALL, CLOSE, OPEN, answer, calculated
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
-from recipe.atropos.environments.word_problems import Row
+from recipe.atropos.environments.word_problems import Row, progress
 
 SYSTEM_PROMPT = (
     f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "
@@ -114,6 +114,11 @@ def tool_answers(messages: Messages) -> list[str]:
     """Return the tool's replies in a conversation that includes its prompt."""
     turns = messages[[message["role"] for message in messages].index("assistant") :]
     return [message["content"] for message in turns if message["role"] != "assistant"]
+
+
+def steps_done(problem: Row, text: str) -> float:
+    """Return how much of the worked solution the calls in ``text`` give; for ``environment.credit.values``."""
+    return progress(problem, (calculated(expression) for expression in CALL.findall(text)))
 
 
 if __name__ == "__main__":

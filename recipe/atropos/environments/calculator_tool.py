@@ -35,14 +35,15 @@ class CalculatorError(ValueError):
 
 def answer(text: str) -> str | None:
     """Return a line for each call in ``text``, its result or error, and one for stray tags; None without either."""
-    lines = [_result(expression) for expression in CALL.findall(text)]
+    lines = [calculated(expression) for expression in CALL.findall(text)]
     rest = CALL.sub("", text)
     if OPEN in rest or CLOSE in rest:
         lines.append(f"error: write {OPEN}expression{CLOSE}")
     return "\n".join(lines) if lines else None
 
 
-def _result(expression: str) -> str:
+def calculated(expression: str) -> str:
+    """Return the value of ``expression``, or "error: ..."."""
     try:
         return calculate(expression)
     except CalculatorError as error:

@@ -15,6 +15,7 @@ All this matches Atropos' own gsm8k_server, which ``gsm8k_upstream`` runs. Inten
 - a gold answer that cannot be parsed is an error; upstream skips the problem silently.
 """
 
+import re
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
@@ -23,7 +24,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
-from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems
+from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems, progress
 
 SYSTEM_PROMPT = r"Solve the problem step by step. Put the final number, and nothing else, into \boxed{}."
 
@@ -108,6 +109,11 @@ def _parsed(text: str, **options: Any) -> list[Any]:
     if r"\boxed" not in text:
         return []
     return parse(text, extraction_config=[_BOXED], extraction_mode="first_match", **options)
+
+
+def steps_done(problem: Row, text: str) -> float:
+    """Return how much of the worked solution ``text`` states as ``= c``; for ``environment.credit.values``."""
+    return progress(problem, re.findall(r"=\s*\$?(-?[\d,]*\.?\d+)", text))
 
 
 def length_penalty(length: int, limit: int) -> float:

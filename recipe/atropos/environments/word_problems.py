@@ -9,7 +9,9 @@ The generated splits share no problem by construction: a digest of its question 
 
 import hashlib
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
@@ -198,3 +200,19 @@ def _checked(row: dict, where: str) -> Row:
 def gold_answer(row: Row) -> str:
     """Return the number after ``####`` without thousands separators, to compare a boxed answer with."""
     return row["answer"].split("####")[-1].strip().replace(",", "")
+
+
+def progress(row: Row, results: Iterable[str]) -> float:
+    """Return how much of the worked solution (``<<12+7=19>>``) is among ``results``, numbers as texts: from -1 for
+    nothing up to 1, of which the last part is left for the answer.
+    """
+    wanted = {_number(each) for each in re.findall(r"=([^=<>]+)>>", row["answer"])} - {None}
+    found = wanted & {_number(each) for each in results}
+    return 2 * len(found) / (len(wanted) + 1) - 1
+
+
+def _number(text: str) -> Fraction | None:
+    try:
+        return Fraction(text.replace(",", "").strip().rstrip("."))
+    except ValueError:
+        return None

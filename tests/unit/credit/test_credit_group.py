@@ -1,0 +1,176 @@
+"""Credit on the tokens of scored groups, up to the gradient, and through the adapter."""
+
+import json
+
+import numpy as np
+import pytest
+
+from helpers.loss import in_the_loss
+from helpers.trainer import random_group
+from recipe.atropos.adapter.flags import UsageError, take_settings
+from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.credit.group import Credit, CreditError, add_credit
+from recipe.atropos.data.rows import trained_spans
+from recipe.atropos.errors import ConfigurationError
+
+V = 40
+
+
+def values_of(group):
+    """The advantage of each turn, by sequence; every other token must have 0."""
+    found = []
+    for advantages, masks in zip(group["advantages"], group["masks"], strict=True):
+        spans = list(trained_spans(masks))
+        turns = [advantages[start:end] for start, end in spans]
+        assert all(len(set(turn)) == 1 for turn in turns), "a turn has one advantage"
+        assert sum(map(len, turns)) == len(masks) - masks.count(-100) and len(advantages) == len(masks)
+        assert not any(value for value, mask in zip(advantages, masks, strict=True) if mask == -100)
+        found.append([turn[0] for turn in turns])
+    return found
+
+
+def grpo(scores):
+    return (np.array(scores) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-6)
+
+
+@pytest.fixture
+def group():
+    return random_group(np.random.default_rng(0), V, turns=3, size=4) | {"scores": [1.0, 0.0, 0.0, 1.0]}
+
+
+def test_credit_without_values_is_outcome_grpo(group):
+    add_credit(group, Credit())
+    assert values_of(group) == [pytest.approx([value] * 3, abs=1e-5) for value in grpo(group["scores"])]
+
+
+def test_credit_of_turn_values_by_hand(group):
+    """All begin in one state; then no two histories are the same, so each turn is compared with all at its depth."""
+    group["group_overrides"] = {"turn_values": [[0.5, 0.5], [0.0, 0.5, 9], [0.5, 0.0, 9], [0.0, 0.0, 9]]}
+    add_credit(group, Credit(lam=0.0))
+    progress = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, -0.5], [0.5, -0.5, 0.0], [0.0, 0.0, 1.0]])
+    centered = progress - (progress.sum(0) - progress) / 3
+    scale = np.sqrt((centered**2).mean(1).mean() * 4 / 3)
+    assert values_of(group) == [pytest.approx(row, abs=1e-5) for row in (centered / scale).tolist()]
+
+
+def test_credit_compares_turns_in_the_same_state(group):
+    states = [["", "a", "x"], ["", "a", "y"], ["", {"b": 1}, "y"], ["", {"b": 1}, "z"]]
+    group["group_overrides"] = {"turn_states": states}
+    add_credit(group, Credit())
+    found = np.array(values_of(group))
+    assert found[0, 1] == -found[1, 1] > 0 and found[3, 1] == -found[2, 1] == found[0, 1]
+    assert found[1, 2] == found[2, 2] == 0 < found[0, 2], "equal scores in y; others are compared with all"
+
+
+def test_credit_of_one_episode_in_several_sequences(group):
+    """Sequences of one number are one episode: its turns go on from one to the other."""
+    whole = random_group(np.random.default_rng(0), V, turns=3, size=2) | {"scores": [1.0, 0.0]}
+    overrides = {"trajectory": [0, 0, 1], "turn_values": [[0.5, 0.5, 0.75], [0.5], [0.5, 0.25, 0.1]]}
+    masks = [[-100] * len(whole["masks"][0]), *whole["masks"]]
+    *_, (start, end) = trained_spans(whole["masks"][0])
+    masks[0][start:end], masks[1] = whole["tokens"][0][start:end], [*whole["masks"][0]]
+    masks[0], masks[1] = masks[1], masks[0]  # three turns, and a fourth in a sequence of its own
+    split = {"tokens": [whole["tokens"][0], *whole["tokens"]], "masks": masks, "scores": [1.0, 1.0, 0.0]}
+    split["group_overrides"] = overrides
+    add_credit(split, Credit(lam=0.0))
+    first, more, other = values_of(split)
+    assert (len(first), len(more), len(other)) == (3, 1, 3)
+    progress = [0.5, 0.0, 0.25, 0.25, 0.5, -0.25, -0.25]
+    compared = np.array([0.0, 0.25, 0.5, 0.25, 0.0, -0.25, -0.5])  # the fourth has no other: it keeps its progress
+    assert [*first, *more, *other] == pytest.approx(compared / compared[2] * first[2], abs=1e-6), progress
+
+
+def test_credit_of_branches(group):
+    """Sequence 1 goes on after the first turn of 0, sequence 2 after the second of 1, which is the first of its own."""
+    tokens, masks = group["tokens"], group["masks"]
+    spans = [list(trained_spans(each)) for each in masks]
+    for sequence, shared in ((1, 1), (2, 2)):
+        masks[sequence][: spans[sequence][shared - 1][1]] = [-100] * spans[sequence][shared - 1][1]
+    group["group_overrides"] = {"branches": [None, [0, 1], [1, 2], None]}
+    add_credit(group, Credit())
+    found = values_of(group)
+    assert [len(each) for each in found] == [3, 2, 1, 3] and len(tokens) == 4
+    # V of the first decision is the mean of what is below it: (1 + (0 + 0)) / 3; the other rollout has 1
+    assert found[0][0] < 0 < found[3][0] and found[0][0] == pytest.approx(-found[3][0])
+    assert found[0][1] > 0 > found[1][0] and found[0][1] == pytest.approx(-found[1][0]), "siblings after one turn"
+    assert found[2][0] == 0.0 == found[1][1], "equal scores after the same turns"
+
+
+def test_credit_reaches_the_gradient():
+    rng = np.random.default_rng(1)
+    groups = [random_group(rng, V, turns=3, size=4) for _ in range(2)]
+    for group in groups:
+        group["group_overrides"] = {"turn_values": rng.normal(size=(4, 3)).tolist()}
+        add_credit(group, Credit(lam=0.3, mix=0.2))
+    found = in_the_loss(groups, V)
+    sent = [values for group in groups for values in group["advantages"]]
+    assert any(map(any, sent))
+    for arrived, values in zip(found.advantages, sent, strict=True):
+        assert arrived == pytest.approx(values, abs=1e-4)
+
+
+def reached(item, text):
+    """Part of the item's words that a text has."""
+    return sum(word in text for word in item) / len(item)
+
+
+def test_credit_of_parts_of_a_turn_by_a_function(model_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    texts = ["12 + 7 = 19 so 19 - 4 = 15", "12 + 7 = 19 so 19 - 4 = 16"]
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    group = {"tokens": [[1, 2, *row] for row in rows], "masks": [[-100, -100, *row] for row in rows]}
+    group["scores"] = [1.0, 0.0]
+    credit = Credit(spans=r"= \d+", values=f"{__name__}:reached", lam=0.0)
+    add_credit(group, credit, tokenizer, ["= 19", "= 15"])
+    for row, advantages, sign in zip(rows, group["advantages"], (1, -1), strict=True):
+        first = next(n for n in range(len(row)) if "= 19" in tokenizer.decode(row[:n]))
+        assert not any(advantages[: 2 + first]) and all(sign * value > 0 for value in advantages[2 + first :])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"turn_values": [[0.5], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]},
+            "turn_values: sequence 0 has no value for its turn 1",
+        ),
+        ({"turn_states": [[1, 2, 3]]}, "turn_states: sequence 1 has no value for its turn 0"),
+        ({"branches": [[3, 1], None, None, None]}, "branches: sequence 3 comes later"),
+    ],
+)
+def test_credit_names_what_is_missing(group, overrides, message):
+    group["group_overrides"] = overrides
+    with pytest.raises(CreditError, match=message):
+        add_credit(group, Credit())
+
+
+def test_credit_refuses_a_group_with_advantages(group):
+    group["advantages"] = [[0.0] * len(row) for row in group["tokens"]]
+    with pytest.raises(CreditError, match="leave environment.credit out"):
+        add_credit(group, Credit())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lam": 2}, r"environment.credit.lam=2: Input should be less than or equal to 1"),
+        ({"rule": "x"}, r"environment.credit.rule=x: Extra inputs"),
+        ({"spans": "(", "values": "a:b"}, r"environment.credit.spans=\(: "),
+        ({"spans": "x"}, r"environment.credit.spans=x: parts of turns need environment.credit.values"),
+    ],
+)
+def test_credit_settings_are_checked_by_name(given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Credit.parse(given, "environment.credit")
+
+
+def test_credit_settings_travel_as_a_flag():
+    given = {"lam": 0.25, "spans": "a=b", "values": "json:dumps"}
+    flags = AdapterSettings(credit=json.dumps(given)).flags()
+    assert take_settings(flags).credit == Credit.parse(given, "environment.credit")
+    with pytest.raises(UsageError, match="--adapter.credit="):
+        take_settings(['--adapter.credit={"lam": 3}'])
+    with pytest.raises(CreditError, match="environment.credit.values=json:nothing"):
+        Credit(values="json:nothing").function()
