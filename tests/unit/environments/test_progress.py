@@ -11,7 +11,7 @@ from rich.console import Console
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.restore import group_of_nodes
 from recipe.atropos.commands.inspect import show
-from recipe.atropos.config.compose import compose
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.credit.group import Credit, add_credit, token_span
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, trained_spans
@@ -41,7 +41,7 @@ def test_progress_is_the_share_of_the_worked_solution(results, expected):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("12 + 7 = 19 and 19 - 4 = $15.", 1 / 3), ("12 + 7 =19, 20 - 4 = 16", -1 / 3), ("19 and 15", -1), ("= 1,9", -1)],
+    [("12 + 7 = 19 and 19 - 4 = $15.", 1 / 3), ("12 + 7 =19, 20 - 4 = 16", -1 / 3), ("19 and 15", -1)],
 )
 def test_progress_of_an_answer(text, expected):
     assert gsm8k.steps_done(ROW, text) == pytest.approx(expected)
@@ -96,10 +96,10 @@ def test_credit_of_calls(make, node):
     assert first[0][1] > 0 > first[2][1] and first[0][2] > 0 > first[2][2]
 
 
-def test_credit_of_the_presets_is_read():
+def test_credit_of_presets():
     for preset, expected in (("advantages", STEPS), ("calculator_advantages", CALLS)):
-        config = compose(preset, []).config
-        assert Credit.parse(OmegaConf.to_container(config.environment.credit), "environment.credit") == expected
+        credit = load_config([f"preset={preset}"]).environment.credit
+        assert Credit.parse(OmegaConf.to_container(credit), "environment.credit") == expected
 
 
 def test_promises_the_trainer_reads_each_tokens_advantage(make, node):
@@ -123,7 +123,7 @@ def test_promises_debug_shows_the_advantage_of_each_token(make, node, tmp_path):
     env = make(gsm8k.GSM8kEnv)
     nodes = [node(env, rf"{shown} so \boxed{{{answer}}}") for shown, answer in (("12 + 7 = 19", 15), ("1 + 1 = 3", 3))]
     group = group_of_nodes(nodes, [1.0, -1.0])
-    add_credit(group, STEPS, env.tokenizer, ROW)
+    add_credit(group, STEPS.model_copy(update={"lam": 0.0}), env.tokenizer, ROW)
     config = compose_config(f"actor_rollout_ref.model.path={env.tokenizer.name_or_path}", f"run.dir={tmp_path}")
     run, exported = RunDir(tmp_path), tmp_path / "batches.jsonl"
     OmegaConf.save(config, run.config)
@@ -137,8 +137,8 @@ def test_promises_debug_shows_the_advantage_of_each_token(make, node, tmp_path):
     sent = [
         value for value, mask in zip(group["advantages"][1], nodes[1].masked_tokens, strict=True) if mask != IGNORED
     ]
-    assert shown == pytest.approx(sent, abs=1e-4) and len(set(shown)) >= 3
+    assert shown == pytest.approx(sent, abs=1e-4) and len(set(shown)) == 2
     assert "score -1," in console.export_text(clear=False)
     colors = re.findall(r"48;2;(\d+);(\d+);(\d+)", console.export_text(styles=True))
     red = {(r, g, b) for r, g, b in colors if int(r) > int(g)}
-    assert len(red) >= 3, "a shade for each kind: answer, step, elsewhere"
+    assert len(red) >= 2, "a shade for the step, one for the answer"

@@ -13,7 +13,7 @@ from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConf
 from recipe.atropos.environments.single_turn import SingleTurnEnvConfig
 
 ENVIRONMENTS = "recipe.atropos.environments"
-NAMES = ("gsm8k", "gsm8k_advantages", "calculator", "calculator_advantages", "code", "reasoning", "even_tokens")
+NAMES = ("gsm8k", "calculator", "code", "reasoning", "even_tokens")
 
 
 @pytest.mark.parametrize("name", NAMES)
