@@ -63,6 +63,16 @@ def test_credit_compares_what_is_in_the_same_state():
     assert found[5] == pytest.approx(-0.5)  # nobody else is in b: against all
 
 
+def test_credit_with_values_compares_with_the_same_state_and_all_by_hand():
+    group = chains([1.0, 0.0, 0.0], [2, 2, 2], [[0.5], [0.25], [0.25]])
+    states = ["start", "a", "start", "b", "start", "b"]
+    found = centered(replace(group, states=states), returns(group))
+    assert found[::2] == pytest.approx([0.25, -0.125, -0.125]), "beginnings with beginnings alone"
+    # progress after it: 0.5, -0.25, -0.25; in b the other counts once, all of the other episodes four times
+    assert found[1] == pytest.approx(0.5 + 0.25)
+    assert found[[3, 5]] == pytest.approx([-0.25 - (-0.25 + 4 * 0.125) / 5] * 2)
+
+
 @pytest.mark.parametrize("values", [None, [[], [], [], []]])
 def test_credit_at_one_decision_is_outcome_grpo(values):
     outcomes = [1.0, -1.0, -1.0, 0.5]
