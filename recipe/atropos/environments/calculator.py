@@ -66,6 +66,10 @@ class CalculatorEnv(GSM8kEnv):
         if secret not in text:
             raise ValueError(f"the chat template leaves out what the role {role!r} says; {fix}")
 
+    def reply(self, problem: Row, messages: Messages) -> str | None:
+        """Return what is said to the policy's turn, the last message; None ends the conversation."""
+        return answer(messages[-1]["content"])
+
     async def converse(self, problem: Row, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._conversation(problem, split)) for _ in range(n)]
@@ -85,13 +89,13 @@ class CalculatorEnv(GSM8kEnv):
                     messages=messages,
                     n=1,
                     max_tokens=self.answer_tokens(messages, more),
-                    temperature=self.config.temperature if split == "train" else 0.0,
+                    temperature=self.temperature(split),
                     top_p=1.0,
                     split=split,
                 )
                 choice, nodes = completion.choices[0], managed.get_state()["nodes"]
                 messages = [*messages, message("assistant", choice.message.content)]
-                reply = answer(choice.message.content) if choice.finish_reason == "stop" else None
+                reply = self.reply(problem, messages) if choice.finish_reason == "stop" else None
                 if reply is None or turn == self.config.max_turns:
                     break
                 asked = [*messages, message(self.config.tool_role, reply)]

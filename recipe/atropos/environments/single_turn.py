@@ -86,6 +86,9 @@ class SingleTurnEnv(ItemsEnv):
         room = limit - 1 - len(self.tokenizer.encode(prompt)) - more
         return min(room, self.config.max_answer_tokens or room)
 
+    def temperature(self, split: Literal["train", "eval"]) -> float:
+        return self.config.temperature if split == "train" else 0.0
+
     async def converse(self, problem: Problem, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
         """Run ``n`` conversations about a problem; greedy for "eval"."""
         messages = self.messages(problem)
@@ -94,7 +97,7 @@ class SingleTurnEnv(ItemsEnv):
                 messages=messages,
                 n=n,
                 max_tokens=self.answer_tokens(messages),
-                temperature=self.config.temperature if split == "train" else 0.0,
+                temperature=self.temperature(split),
                 top_p=1.0,
                 split=split,
             )

@@ -1,0 +1,241 @@
+"""What credit for turns saves: ``python benchmarks/credit.py [--quick] [--only TASK] [--hours H] [--results FILE]``.
+
+Trains first policies of ``tasks/credit.py`` by the launcher, with the real services, until 80% of held-out items are
+solved, and compares the tokens that were sampled for it. Settled before the runs:
+
+- Tasks: the calculator's chains of 1, 4 and 8 steps, the grid of 4; an episode has at most 2 N + 1 turns.
+- Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
+  prefers (``python -m recipe.atropos credit``); two rivals, a curriculum by length and two epochs on each batch.
+- Each method has the best of three learning rates on seed 0, by tokens to 80%, then by the last accuracy; with it five
+  seeds, which are those of the items and of sampling. All begin with the same policy.
+- A batch has 8 groups of 4 episodes, all are sent and trained on, and all their tokens count. Every 10 updates 128
+  held-out items are sampled at temperature 1. Tokens to 80% are interpolated between the evaluations around it. A run
+  ends at 80%, or is censored after 120 updates. Against a censored reference a ratio is a bound.
+
+Targets, of the mean tokens against outcome GRPO's: at most 0.5 at 4 steps of the chain, 0.25 at 8, 0.9 to 1.1 at 1.
+
+Every complete run is a line of ``--results``, which is kept: the same command goes on with those that are missing, and
+begins none after ``--hours``. ``--quick`` is outcome GRPO and lam 0 on the chain of 4, one learning rate and seed.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.tasks.credit import VALUES, TaskRecipe  # noqa: E402
+from recipe.atropos.demo.small_policy import ensure_small_policy  # noqa: E402
+from recipe.atropos.run.record import read_evaluations, read_metrics  # noqa: E402
+from recipe.atropos.utils.files import read_lines  # noqa: E402
+
+RECIPES = {
+    "chain 1": TaskRecipe(task="chain", task_steps=1, error=0.5, early=0.6),
+    "chain 4": TaskRecipe(task="chain", task_steps=4, error=0.5, early=0.12),
+    "chain 8": TaskRecipe(task="chain", task_steps=8, error=0.45, early=0.08),
+    "grid 4": TaskRecipe(task="grid", task_steps=4, error=0.4, early=0.08),
+}
+CREDIT = "environment.credit={{values: '{values}', lam: {lam}}}"
+METHODS = {
+    "outcome GRPO": (),
+    "progress, lam 0": (CREDIT.replace("{lam}", "0"),),
+    "progress, lam 0.5": (CREDIT.replace("{lam}", "0.5"),),
+    "curriculum": ("environment.args.curriculum=480",),  # half of the budget's items
+    "two epochs": ("actor_rollout_ref.actor.ppo_epochs=2",),
+}
+REFERENCE = "outcome GRPO"
+RATES, SEEDS = (1e-4, 3e-4, 1e-3), range(5)
+GROUPS, GROUP_SIZE, UPDATES, EVERY, HELD_OUT, SOLVED = 8, 4, 120, 10, 128, 0.8
+TARGETS = {"chain 1": (0.9, 1.1), "chain 4": (0.0, 0.5), "chain 8": (0.0, 0.25)}  # of the best of both lam
+
+
+class Key(NamedTuple):
+    """A run."""
+
+    task: str
+    method: str
+    rate: float
+    seed: int
+
+
+def options(key: Key, folder: Path, policy: Path, updates: int) -> list[str]:
+    """Return the launcher's options."""
+    recipe = RECIPES[key.task]
+    environment = "ChainEnv" if recipe.task == "chain" else "GridEnv"
+    turns = 2 * recipe.task_steps + 1
+    values = VALUES[recipe.task]
+    return [
+        *("--preset", "calculator", "--run-dir", str(folder), "--seed", str(key.seed), "--steps", str(updates)),
+        f"environment.target={ROOT / 'benchmarks' / 'tasks' / 'credit.py'}:{environment}",
+        f"environment.args={{steps: {recipe.task_steps}, max_turns: {turns}, system_prompt: '', seed: {key.seed}}}",
+        "environment.args.ensure_scores_are_not_same=false",
+        "environment.args.max_answer_tokens=16",
+        f"environment.args.eval_size={HELD_OUT}",
+        "environment.args.max_eval_workers=64",
+        "environment.args.max_num_workers=8",
+        "environment.args.steps_per_eval=0",
+        f"evaluation.every={EVERY}",
+        f"actor_rollout_ref.model.path={policy}",
+        f"actor_rollout_ref.actor.optim.lr={key.rate}",
+        f"actor_rollout_ref.rollout.n={GROUP_SIZE}",
+        f"data.train_batch_size={GROUPS}",
+        "data.max_prompt_length=64",
+        f"data.max_response_length={32 * turns}",
+        "trainer.save_freq=-1",
+        "trainer.atropos.max_staleness=0",
+        *(option.format(values=values) for option in METHODS[key.method]),
+    ]
+
+
+def run(key: Key, folder: Path, updates: int) -> dict[str, Any]:
+    """Train until 80% are solved, or to the end; return the run's line. Exits if the run fails."""
+    policy = ensure_small_policy(recipe=RECIPES[key.task])
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options(key, folder, policy, updates)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    log, begun = folder.with_suffix(".log"), time.monotonic()
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        while process.poll() is None:
+            if solved(folder):
+                process.send_signal(signal.SIGTERM)
+                process.wait(timeout=120)
+            time.sleep(1.0)
+    if not solved(folder) and process.returncode:
+        sys.exit(f"{key}: exit status {process.returncode}\n{log.read_text()[-4000:]}")
+    tokens, accuracy = curve(folder)
+    reached = tokens_to(SOLVED, tokens, accuracy)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    return {
+        **key._asdict(),
+        "tokens": tokens,
+        "accuracy": accuracy,
+        "to_80": reached if math.isfinite(reached) else None,
+        "seconds": round(time.monotonic() - begun),
+        "commit": commit.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def solved(folder: Path) -> bool:
+    return any(accuracy >= SOLVED for accuracy in curve(folder)[1]) if (folder / "metrics.jsonl").exists() else False
+
+
+def curve(folder: Path) -> tuple[list[int], list[float]]:
+    """Return the sampled tokens and the share of solved items at each evaluation."""
+    so_far = np.cumsum([0, *(line["atropos/trained_tokens"] for line in read_metrics(folder))])
+    lines = [line for line in read_evaluations(folder) if "metrics" in line and line["step"] < len(so_far)]
+    return [int(so_far[line["step"]]) for line in lines], [line["metrics"][line["main"]] for line in lines]
+
+
+def tokens_to(share: float, tokens: list[int], accuracy: list[float]) -> float:
+    """Return the tokens at which ``accuracy`` first reaches ``share``, interpolated linearly; infinity if never."""
+    for i, value in enumerate(accuracy):
+        if value >= share:
+            if i == 0:
+                return float(tokens[0])
+            part = (share - accuracy[i - 1]) / (value - accuracy[i - 1])
+            return tokens[i - 1] + part * (tokens[i] - tokens[i - 1])
+    return math.inf
+
+
+def missing(results: list[dict[str, Any]], tasks: list[str]) -> Iterator[Key]:
+    """Yield the runs that are still to do; which learning rate is best is known when those of seed 0 are done."""
+    done = {Key(*(line[name] for name in Key._fields)) for line in results}
+    for task, method in itertools.product(tasks, METHODS):
+        yield from (key for rate in RATES if (key := Key(task, method, rate, SEEDS[0])) not in done)
+    for seed, task, method in itertools.product(SEEDS[1:], tasks, METHODS):
+        rate = best_rate(results, task, method)
+        if rate is not None and (key := Key(task, method, rate, seed)) not in done:
+            yield key
+
+
+def best_rate(results: list[dict[str, Any]], task: str, method: str) -> float | None:
+    """Return the learning rate with the fewest tokens to 80% on seed 0; None as long as one is missing."""
+    found = [one for one in results if (one["task"], one["method"], one["seed"]) == (task, method, SEEDS[0])]
+    if len(found) < len(RATES):
+        return None
+    best = min(found, key=lambda one: (one["to_80"] or math.inf, -one["accuracy"][-1]))
+    return float(best["rate"])
+
+
+def table(results: list[dict[str, Any]], tasks: list[str]) -> dict[str, float]:
+    """Print the means and ranges over seeds; return the ratios to outcome GRPO."""
+    ratios: dict[str, float] = {}
+    print(
+        "| task | method | learning rate | seeds | at first | thousand tokens to 80% | ratio |",
+        "|---|---|---|---|---|---|---|",
+        sep="\n",
+    )
+    for task in tasks:
+        reference = math.nan
+        for method in METHODS:
+            rate = best_rate(results, task, method)
+            lines = [one for one in results if (one["task"], one["method"], one["rate"]) == (task, method, rate)]
+            if not lines:
+                continue
+            needed = [one["to_80"] or one["tokens"][-1] for one in lines]
+            censored = sum(one["to_80"] is None for one in lines)
+            mean = statistics.mean(needed)
+            reference = mean if method == REFERENCE else reference
+            ratios[f"{task}, {method}"] = round(mean / reference, 3)
+            first = statistics.mean(one["accuracy"][0] for one in lines)
+            spread = f"{mean / 1e3:.1f} ({min(needed) / 1e3:.1f} to {max(needed) / 1e3:.1f})"
+            late = f", {censored} censored" * bool(censored)
+            ratio = f"{mean / reference:.2f}"
+            print(f"| {task} | {method} | {rate:g} | {len(lines)} | {first:.0%} | {spread}{late} | {ratio} |")
+    return ratios
+
+
+def met(ratios: dict[str, float], task: str) -> bool:
+    found = [ratio for name, ratio in ratios.items() if name.startswith(f"{task}, progress")]
+    low, high = TARGETS[task]
+    return bool(found) and low <= min(found) <= high
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two methods on the chain of 4, at most 10 minutes")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    parser.add_argument("--only", choices=RECIPES, help="this task alone")
+    parser.add_argument("--hours", type=float, default=12.0, help="begin no run after this time")
+    parser.add_argument("--results", type=Path, help="lines of complete runs, to go on with")
+    arguments = parser.parse_args()
+    tasks = [arguments.only] if arguments.only else list(RECIPES)
+    with tempfile.TemporaryDirectory() as name:
+        file = arguments.results or Path(name) / "results.jsonl"
+        results = list(read_lines(file)) if file.exists() else []
+        begun = time.monotonic()
+        if arguments.quick or arguments.smoke:
+            keys = iter([Key("chain 4", method, RATES[1], 0) for method in list(METHODS)[:2]])
+        else:
+            keys = missing(results, tasks)
+        while time.monotonic() - begun < arguments.hours * 3600 and (key := next(keys, None)):
+            line = run(key, Path(name) / f"run-{len(results)}", EVERY if arguments.smoke else UPDATES)
+            results.append(line)
+            with file.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+            print(json.dumps({**line, "tokens": line["tokens"][-1], "accuracy": line["accuracy"]}), flush=True)
+            if not (arguments.quick or arguments.smoke):
+                keys = missing(results, tasks)
+        ratios = table(results, tasks)
+    ok = arguments.quick or arguments.smoke or all(met(ratios, task) for task in TARGETS)
+    print(json.dumps({"name": "credit", "figures": ratios, "targets": TARGETS, "ok": ok}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+r"""The tasks of ``benchmarks/credit.py``: environments in which an error costs a turn, and their first policies.
+
+- ``ChainEnv``: ``17 + 5 - 3``, with the recipe's calculator, a call for each operation. A malformed call is answered
+  with an error; an answer before the last call is wrong.
+- ``GridEnv``: ``2 3 to 4 1``, a move (``left``, ``right``, ``up``, ``down``) for each turn, answered with the new
+  place; ``done`` ends the episode, which is right at the goal, N moves away.
+
+An episode has at most 2 N + 1 turns. The first policies know the language and err at random, in ``error`` of their
+turns; in ``early`` they end the episode. They are evaluated as they are trained, sampled at temperature 1: what they
+would do most often is right from the beginning.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from recipe.atropos.demo.policies import CalculatorRecipe
+from recipe.atropos.demo.small_policy import Chat
+from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, tool_answers
+from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
+from recipe.atropos.environments.gsm8k import is_correct
+from recipe.atropos.environments.single_turn import Conversation, Messages, message
+from recipe.atropos.environments.word_problems import Row, gold_answer, split_of
+
+SIZE = 12  # of the grid
+MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, 1), "down": (0, -1)}
+
+
+class TaskConfig(CalculatorEnvConfig):
+    steps: int = Field(4, ge=1, description="Right decisions that an episode needs before the last one")
+    curriculum: int = Field(0, ge=0, description="Items over which the steps grow from 1; 0: always all")
+
+
+class Task(CalculatorEnv):
+    """Conversations of ``steps`` checkable steps; +1 or -1 for the last turn."""
+
+    env_config_cls = TaskConfig
+
+    @classmethod
+    def load(cls, config: TaskConfig) -> tuple[list[Row], list[Row]]:
+        return cls.rows("train", 2000, config.steps, config.seed), cls.rows("test", config.eval_size, config.steps, 0)
+
+    @classmethod
+    def rows(cls, split: str, size: int, steps: int, seed: int) -> list[Row]:
+        """Return ``size`` items of a split, in an order given by ``seed``."""
+        rng, found = random.Random(f"{cls.name} {split} {steps} {seed}"), dict[str, Row]()
+        while len(found) < size:
+            row = cls.row(steps, rng)
+            if split_of(row["question"]) == split:
+                found.setdefault(row["question"], row)
+        return list(found.values())
+
+    @staticmethod
+    def row(steps: int, rng: random.Random) -> Row:
+        raise NotImplementedError
+
+    async def get_next_item(self) -> Row:
+        steps, grown = self.config.steps, self.position / (self.config.curriculum or 1)
+        if self.config.curriculum and (now := 1 + int(grown * steps)) < steps:
+            [row] = self.rows("train", 1, now, 1_000_000 * self.config.seed + self.position)
+            self.position += 1
+            return row
+        return await super().get_next_item()
+
+    def temperature(self, split: Literal["train", "eval"]) -> float:
+        return self.config.temperature
+
+    def is_right(self, problem: Row, conversation: Messages) -> bool:
+        return is_correct(conversation[-1]["content"], gold_answer(problem))
+
+    async def collect_trajectories(self, item: Row) -> tuple[Any, list[Row]]:
+        conversations = await self.converse(item, self.config.group_size, "train")
+        right = [self.is_right(item, one.messages) for one in conversations]
+        self.percent_correct_buffer.extend(map(float, right))
+        group = await self.score(item, [one.node for one in conversations])
+        group["scores"] = [1.0 if each else -1.0 for each in right]
+        return group, []
+
+    async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
+        right = self.is_right(problem, conversation.messages)
+        return {"messages": conversation.messages, "correct": right, "score": int(right)}
+
+
+class ChainEnv(Task):
+    name = "chain"
+
+    @staticmethod
+    def row(steps: int, rng: random.Random) -> Row:
+        total = rng.randint(10, 99)
+        question, worked = str(total), []
+        for _ in range(steps):
+            sign = rng.choice("+-") if total > 9 else "+"
+            operand = rng.randint(1, 9)
+            result = total + operand if sign == "+" else total - operand
+            question += f" {sign} {operand}"
+            worked.append(f"<<{total}{sign}{operand}={result}>>")
+            total = result
+        return {"question": question, "answer": f"{' '.join(worked)} #### {total}"}
+
+
+class GridEnv(Task):
+    name = "grid"
+
+    @staticmethod
+    def row(steps: int, rng: random.Random) -> Row:
+        while True:
+            x, y, to_x, to_y = (rng.randrange(SIZE) for _ in range(4))
+            if abs(x - to_x) + abs(y - to_y) == steps:
+                return {"question": f"{x} {y} to {to_x} {to_y}", "answer": f"#### {steps}"}
+
+    def reply(self, problem: Row, messages: Messages) -> str | None:
+        move = messages[-1]["content"].strip()
+        if move == "done":
+            return None
+        x, y = place(problem, tool_answers(messages))
+        to_x, to_y = MOVES.get(move, (0, 0))
+        return f"{min(max(x + to_x, 0), SIZE - 1)} {min(max(y + to_y, 0), SIZE - 1)}"
+
+    def is_right(self, problem: Row, conversation: Messages) -> bool:
+        return conversation[-1]["content"].strip() == "done" and not distance(problem, tool_answers(conversation))
+
+
+def place(problem: Row, replies: list[str]) -> tuple[int, int]:
+    """Return where the last reply says that the policy is."""
+    x, y = (replies[-1] if replies else problem["question"]).split()[:2]
+    return int(x), int(y)
+
+
+def distance(problem: Row, replies: list[str]) -> int:
+    x, y = place(problem, replies)
+    to_x, to_y = map(int, problem["question"].split()[-2:])
+    return abs(x - to_x) + abs(y - to_y)
+
+
+def nearer(problem: Row, text: str) -> float:
+    """Return how near the goal the last place in an episode's text is, from -1 at the beginning up to 1."""
+    places = [line for line in text.splitlines() if line.split() and all(word.isdigit() for word in line.split())]
+    steps = int(gold_answer(problem))
+    return 2 * (steps - distance(problem, places)) / (steps + 1) - 1
+
+
+VALUES = {"chain": "recipe.atropos.environments.calculator:steps_done", "grid": "benchmarks.tasks.credit:nearer"}
+
+
+@dataclass(frozen=True)
+class TaskRecipe(CalculatorRecipe):
+    """First policy of a task. ``errors`` and ``early`` are the parts of turns that err, and that end an episode."""
+
+    name: ClassVar[str] = "small-policy-credit"
+
+    task: str = "chain"
+    task_steps: int = 4
+    error: float = 0.3
+    early: float = 0.05
+    vocabulary: int = 320
+    steps: int = 300
+    batch_size: int = 32
+
+    def chats(self, seed: int, rng: random.Random) -> list[Chat]:
+        task: type[Task] = {"chain": ChainEnv, "grid": GridEnv}[self.task]
+        demonstration = {"chain": self.calls, "grid": self.moves}[self.task]
+        return [demonstration(row, rng) for row in task.rows("train", 2000, self.task_steps, 500_000 + seed)]
+
+    def calls(self, row: Row, rng: random.Random) -> Chat:
+        """A malformed call is made again; the chain never ends because of it."""
+        chat, left = [message("user", row["question"])], row["question"].split()
+        while len(left) > 1 and rng.random() >= self.early:
+            good = rng.random() >= self.error
+            call = f"{OPEN}{' '.join(left[:3] if good else left[:2])}{CLOSE}"
+            chat += [message("assistant", call), message("tool", str(answer(call)))]
+            left = [chat[-1]["content"], *left[3:]] if good else left
+        return [*chat, message("assistant", rf"\boxed{{{left[0]}}}")]
+
+    def moves(self, row: Row, rng: random.Random) -> Chat:
+        chat, (x, y) = [message("user", row["question"])], place(row, [])
+        to_x, to_y = map(int, row["question"].split()[-2:])
+        while (x, y) != (to_x, to_y) and rng.random() >= self.early and len(chat) < 4 * self.task_steps + 2:
+            good = [name for name, (dx, dy) in MOVES.items() if dx * (to_x - x) > 0 or dy * (to_y - y) > 0]
+            name = rng.choice(good if rng.random() >= self.error else [one for one in MOVES if one not in good])
+            x, y = (min(max(at + by, 0), SIZE - 1) for at, by in zip((x, y), MOVES[name], strict=True))
+            chat += [message("assistant", name), message("tool", f"{x} {y}")]
+        return [*chat, message("assistant", "done")]
