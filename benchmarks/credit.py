@@ -137,7 +137,7 @@ def solved(folder: Path) -> bool:
 def curve(folder: Path) -> tuple[list[int], list[float]]:
     """Return the sampled tokens and the share of solved items at each evaluation."""
     so_far = np.cumsum([0, *(line["atropos/trained_tokens"] for line in read_metrics(folder))])
-    lines = [line for line in read_evaluations(folder) if "metrics" in line and line["step"] < len(so_far)]
+    lines = [line for line in read_evaluations(folder) if line.get("main") and line["step"] < len(so_far)]
     return [int(so_far[line["step"]]) for line in lines], [line["metrics"][line["main"]] for line in lines]
 
 
