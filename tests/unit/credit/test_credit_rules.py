@@ -63,7 +63,7 @@ def test_credit_compares_what_is_in_the_same_state():
     assert found[5] == pytest.approx(-0.5)  # nobody else is in b: against all
 
 
-def test_credit_with_values_compares_with_the_same_state_and_all_by_hand():
+def test_credit_with_values_compares_with_state_and_all():
     group = chains([1.0, 0.0, 0.0], [2, 2, 2], [[0.5], [0.25], [0.25]])
     states = ["start", "a", "start", "b", "start", "b"]
     found = centered(replace(group, states=states), returns(group))
@@ -196,7 +196,7 @@ def by_index(group):
 
 
 @pytest.mark.parametrize("with_values", [True, False])
-def test_credit_is_unbiased_where_the_policy_decides_when_to_stop(with_values):
+def test_credit_is_unbiased_where_the_policy_stops(with_values):
     item = Item((0, 1), skills=2, slack=1)
     policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(3, 3)))
     success, exact = item.success(policy)

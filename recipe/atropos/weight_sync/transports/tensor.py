@@ -12,7 +12,7 @@ died before reading it is then removed too. GPU memory is freed after each push.
 A buffer is refilled only after the server has answered and, on a GPU, only if every server has a single rank: with
 several, ranks other than the first may lag (each bucket then gets its own memory, which torch keeps for its readers).
 A rank's copies may still be running on its stream then, but SGLang drops the handles before it answers, and torch
-waits for that stream before it releases an IPC handle. (Read in torch's sources; not yet run on a GPU.)
+waits for that stream before it releases an IPC handle. (Read in torch's sources; it has run on one H200.)
 """
 
 import base64
@@ -123,7 +123,7 @@ def _shareable_memory() -> Iterator[None]:
     """Within this context, disable expandable segments of torch's allocator if the user has enabled them.
 
     The handle of such a segment is a file descriptor, which a kernel that restricts ptrace gives only to a parent
-    process (torch's CUDACachingAllocator; not yet run on a GPU).
+    process (torch's CUDACachingAllocator).
     """
     if not without_expandable_segments(os.environ):
         yield
