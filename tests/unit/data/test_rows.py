@@ -10,7 +10,16 @@ import torch
 from helpers.trainer import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, VersionLimits, describe_drops, environment_name
+from recipe.atropos.data.rows import (
+    IGNORED,
+    ConversionReport,
+    Row,
+    RowLimits,
+    VersionLimits,
+    describe_drops,
+    environment_name,
+    trained_spans,
+)
 
 LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -267,3 +276,11 @@ def test_rows_become_columns_with_padding_that_says_nothing():
 def test_rows_have_an_advantage_unless_they_say_otherwise():
     row = Row(np.array([1]), np.array([2]), np.array([True]), 0.0, "group")
     assert not row.zero_advantage and row.dropped == ()
+
+
+@pytest.mark.parametrize(
+    ("trained", "spans"),
+    [("", []), ("..", []), ("x", [(0, 1)]), (".xx.x", [(1, 3), (4, 5)]), ("xx..", [(0, 2)])],
+)
+def test_rows_have_spans_of_trained_tokens(trained, spans):
+    assert list(trained_spans([7 if mark == "x" else IGNORED for mark in trained])) == spans
