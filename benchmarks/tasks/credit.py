@@ -25,6 +25,7 @@ from recipe.atropos.environments.single_turn import Conversation, Messages, mess
 from recipe.atropos.environments.word_problems import Row, gold_answer, split_of
 
 SIZE = 12  # of the grid
+ITEMS = 1000  # to train on; the shortest chains have 1,400
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, 1), "down": (0, -1)}
 
 
@@ -40,7 +41,7 @@ class Task(CalculatorEnv):
 
     @classmethod
     def load(cls, config: TaskConfig) -> tuple[list[Row], list[Row]]:
-        return cls.rows("train", 2000, config.steps, config.seed), cls.rows("test", config.eval_size, config.steps, 0)
+        return cls.rows("train", ITEMS, config.steps, config.seed), cls.rows("test", config.eval_size, config.steps, 0)
 
     @classmethod
     def rows(cls, split: str, size: int, steps: int, seed: int) -> list[Row]:
@@ -161,7 +162,7 @@ class TaskRecipe(CalculatorRecipe):
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         task: type[Task] = {"chain": ChainEnv, "grid": GridEnv}[self.task]
         demonstration = {"chain": self.calls, "grid": self.moves}[self.task]
-        return [demonstration(row, rng) for row in task.rows("train", 2000, self.task_steps, 500_000 + seed)]
+        return [demonstration(row, rng) for row in task.rows("train", ITEMS, self.task_steps, 500_000 + seed)]
 
     def calls(self, row: Row, rng: random.Random) -> Chat:
         """A malformed call is made again; the chain never ends because of it."""

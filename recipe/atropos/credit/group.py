@@ -70,9 +70,12 @@ class Credit(BaseModel):
     def function(self) -> Values | None:
         """Return the function that ``values`` names. Raises CreditError if there is none."""
         try:
-            return None if self.values is None else pkgutil.resolve_name(self.values)
-        except (ImportError, AttributeError) as error:
-            raise CreditError(f"environment.credit.values={self.values}: {error}; give MODULE:function") from error
+            found = None if self.values is None else pkgutil.resolve_name(self.values)
+        except Exception as error:  # of the module too
+            raise CreditError(f"environment.credit.values={self.values}: {error!r}; give MODULE:function") from error
+        if found is not None and not callable(found):
+            raise CreditError(f"environment.credit.values={self.values}: no function, but {found!r:.80}")
+        return found
 
 
 class Decision(NamedTuple):
@@ -91,11 +94,15 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     text from the end of the prompt to the next decision, what the environment said after this one included.
 
     Raises:
-        CreditError: the group has advantages already, or a field of it has not one value for each turn.
+        CreditError: the group has advantages already, a field of it has not one value for each turn, a value is not
+            finite, or the function of ``credit.values`` raises.
     """
     if any(row is not None and len(row) for row in group.get("advantages") or ()):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
     found = list(_decisions(group, credit, tokenizer))
+    if not found:
+        group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
+        return
     parents = _parents(found, group)
     outcomes = np.full(len(found), np.nan)
     for i in set(range(len(found))) - {*parents.tolist()}:
@@ -188,7 +195,13 @@ def _values(
             continue
         following, tokens = found[i + 1 : i + 2], group["tokens"][one.sequence]
         end = following[0].start if following and following[0].sequence == one.sequence else len(tokens)
-        values[i] = function(item, decoded(tokenizer, tokens[_prompt(group, one.sequence) : end]))
+        text = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
+        try:
+            values[i] = function(item, text)
+        except Exception as error:
+            raise CreditError(f"environment.credit.values: {error!r} for the text {text[-80:]!r}") from error
+    if not np.isfinite(values).all():
+        raise CreditError(f"values of turns are {values.tolist()}; each must be a finite number")
     return values
 
 

@@ -6,8 +6,8 @@ another, or begins the episode; independent rollouts are chains, branches share 
 - A decision is compared with others that the same policy took, never with what follows itself: an advantage is its
   return minus a mean over other decisions. So before it is scaled the estimate of the policy gradient is unbiased,
   also where the policy decides when to stop, if values are exact or gamma and lambda are 1. ``microscope`` measures it.
-- At one decision for each rollout, and with chains and no values at any number of them, the advantages are those of
-  GRPO: (score - mean) / standard deviation (arXiv 2402.03300, section 4.1.2).
+- At one decision for each rollout, and with chains, no values and no equal states at any number of them, the advantages
+  are those of GRPO: (score - mean) / standard deviation (arXiv 2402.03300, section 4.1.2).
 - The order of siblings changes nothing, and a branch follows its ancestors whatever the order of the others.
 
 Shapes: D decisions, each after its parent.
@@ -106,7 +106,8 @@ def _means_of_all(
     for members in near.values():
         more = found[members].sum() - found[members]
         prior = np.where(counts[members] > 0, _PRIOR, 0.0)
-        others[members] = (more + prior * others[members]) / np.maximum(len(members) - 1 + prior, 1)
+        if len(members) > 1:
+            others[members] = (more + prior * others[members]) / (len(members) - 1 + prior)
     return others
 
 

@@ -176,3 +176,24 @@ def test_credit_settings_travel_as_a_flag():
         take_settings(['--adapter.credit={"lam": 3}'])
     with pytest.raises(CreditError, match="environment.credit.values=json:nothing"):
         Credit(values="json:nothing").function()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+def test_credit_refuses_values_that_are_no_number(group, value):
+    group["group_overrides"] = {"turn_values": [[value, 0.5, 1.0]] + [[0.0, 0.5, 1.0]] * 3}
+    with pytest.raises(CreditError, match="each must be a finite number"):
+        add_credit(group, Credit())
+
+
+def test_credit_of_no_trained_token_is_zero(group):
+    group["masks"] = [[-100] * len(masks) for masks in group["masks"]]
+    add_credit(group, Credit())
+    assert not any(map(any, group["advantages"])) and list(map(len, group["advantages"])) == list(
+        map(len, group["masks"])
+    )
+
+
+def test_credit_names_the_function_that_fails(group):
+    for given in ("nowhere:f", "os:sep", "os..path:join"):
+        with pytest.raises(CreditError, match=f"environment.credit.values={given}"):
+            Credit(values=given).function()
