@@ -68,6 +68,14 @@ def test_schema_start_checks_flags_of_an_environment(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_schema_start_refuses_pools_by_name_where_they_cannot_be(tmp_path):
+    """An environment that chooses its own items has no difficulty pools."""
+    target = "environment.target=recipe.atropos.environments.even_tokens"
+    options = [f"actor_rollout_ref.model.path={tmp_path}", target, "environment.args.difficulty_pools=0.5"]
+    with pytest.raises(ConfigurationError, match="^unknown flag environment.args.difficulty_pools"):
+        check_environments(run_of(load_config(options), tmp_path))
+
+
 def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
     code = (
         "import sys\nfrom recipe.atropos import main\n"

@@ -70,7 +70,8 @@ def dropped_by_environment(made: list[dict[str, Any]], size: int) -> dict[str, A
 async def shape(
     bridge: RewardBridge, group: dict[str, Any], tokenizer: Any, step: int, drop_equal: bool, report: EnvReport
 ) -> None:
-    """Shape the scores of a validated group in place; the raw scores are kept in ``group_overrides``.
+    """Shape the scores of a validated group in place; the raw scores are kept in ``group_overrides``. If they are
+    equal, the bridge has ``send_equal_raw: false`` and ``drop_equal`` is false, they stay.
 
     Reports the means ``score/raw``, ``score/shaped``, ``shaping/TERM`` and ``shaping/weight``, and the counts
     ``shaping/equal_raw`` (groups in which only the shaping makes a difference) and ``shaping/rank_inversions``.
@@ -82,8 +83,11 @@ async def shape(
     check_no_advantages(group, report.name)
     raw = group["scores"]
     equal = len(set(raw)) == 1
-    if equal and drop_equal and not bridge.send_equal_raw:
-        raise RefusedGroup(Reason.EQUAL_SCORES, f"all {raw[0]:g}, and {KEY}.send_equal_raw is false")
+    group["group_overrides"] |= {"raw_scores": raw}
+    if equal and not bridge.send_equal_raw:
+        if drop_equal:
+            raise RefusedGroup(Reason.EQUAL_SCORES, f"all {raw[0]:g}, and {KEY}.send_equal_raw is false")
+        return  # unshaped: equal scores give no gradient
     texts = judged(tokenizer, group)
     try:
         terms = await asyncio.to_thread(lambda: [bridge.terms(*each) for each in texts])
@@ -101,7 +105,6 @@ async def shape(
     if any(less < more and now >= then for less, now in pairs for more, then in pairs):
         report.count("shaping/rank_inversions")
     group["scores"] = scores
-    group["group_overrides"] |= {"raw_scores": raw}
 
 
 def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:

@@ -8,6 +8,7 @@ r"""The universal reward bridge: a YAML block that shapes any environment's scor
         - '<answer>'                   # {pattern: '<answer>', weight: 0.1}
       answer_present: {pattern: '\\boxed\{([^}]*)\}', regex: true, weight: 0.3}
       length_bounty: {target: 200, slope: 0.001, cap: 0.1}
+      soft_overlong: {max_length: 20480, cache: 4096, weight: 0.2}
       clip: [-0.3, 0.5]
       fade: {from_step: 50, to_step: 100}
       send_equal_raw: true
@@ -24,10 +25,12 @@ Its length is the number of its trained tokens, including special tokens. The st
 2. ``answer_present`` adds ``weight`` if there is an answer: more than whitespace in the first group of the regular
    expression (in the whole match, if it has no group), or after the last occurrence of a literal pattern.
 3. ``length_bounty`` adds ``slope * (length - target)``, at least ``-cap`` and at most ``cap``.
-4. The sum of these is clipped to ``clip``.
-5. ``fade``: it is multiplied by 1 up to the trainer's step ``from_step``, by 0 from ``to_step`` on, linearly in
+4. ``soft_overlong`` adds DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) times ``weight``, 1 by default: 0
+   up to ``max_length - cache``, then linearly down to -1 at ``max_length``, and -1 beyond.
+5. The sum of these is clipped to ``clip``.
+6. ``fade``: it is multiplied by 1 up to the trainer's step ``from_step``, by 0 from ``to_step`` on, linearly in
    between. The step is BaseEnv's ``curr_step``, from the Trajectory API, which counts the batches that it has cut.
-6. The environment's score is added; this raw score is kept in ``group_overrides["raw_scores"]``, a list.
+7. The environment's score is added; this raw score is kept in ``group_overrides["raw_scores"]``, a list.
 
 Guarantees:
 
@@ -36,7 +39,8 @@ Guarantees:
   1.0 fits scores of 0 and 1, and of -1 and 1. Intermediate scores may still change ranks; groups in which any do are
   counted, as ``shaping/rank_inversions``.
 - ``send_equal_raw: true``: a group of equal raw scores is sent if the shaped ones differ, even if its environment drops
-  such groups, as most do. False: it is not sent, as without the bridge.
+  such groups, as most do. False: it gives no gradient, however its answers differ. It is not sent, or, where the
+  environment sends groups of equal scores, sent unshaped.
 - Evaluation is never shaped: only what goes to the Trajectory API is.
 - No score becomes 0 because it could not be judged. Per-token advantages, which the trainer uses instead of scores, end
   the environment with a message; a group is not sent, and is counted, if a regular expression takes too long on its
@@ -145,6 +149,26 @@ class LengthBounty:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class SoftOverlong:
+    """DAPO's punishment: ``max_length`` (L_max) and ``cache`` (L_cache) in trained tokens, ``weight`` in score."""
+
+    max_length: Annotated[int, Field(gt=0)]
+    cache: Annotated[int, Field(gt=0)]
+    weight: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        if self.cache > self.max_length:
+            raise ValueError(f"cache={self.cache} is more than max_length={self.max_length}; give fewer tokens")
+
+    def earned(self, length: int) -> float:
+        return self.weight * max(-1.0, min(0.0, (self.max_length - self.cache - length) / self.cache))
+
+    @property
+    def bounds(self) -> list[float]:
+        return [-self.weight, 0.0]
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Fade:
     """Linear fade-out of the shaping, in trainer steps."""
 
@@ -168,6 +192,7 @@ class RewardBridge:
     )
     answer_present: AnswerPresent | None = None
     length_bounty: LengthBounty | None = None
+    soft_overlong: SoftOverlong | None = None
     clip: tuple[float, float] | None = None
     fade: Fade | None = None
     send_equal_raw: bool = True
@@ -178,7 +203,7 @@ class RewardBridge:
             raise ValueError(f"clip={list(self.clip)}: the first must be below the second")
         difference = self.largest_difference
         if difference == 0:
-            raise ValueError("shapes nothing; give format_markers, answer_present or length_bounty")
+            raise ValueError("shapes nothing; give format_markers, answer_present, length_bounty or soft_overlong")
         if math.isinf(difference):
             raise ValueError("count: each has no bound; give clip: [lowest, highest]")
         if difference >= self.right_margin:
@@ -191,7 +216,7 @@ class RewardBridge:
     @property
     def largest_difference(self) -> float:
         """Largest difference between the shaping of any two sequences; inf if it is unbounded."""
-        terms = [*self.format_markers, self.answer_present, self.length_bounty]
+        terms = [*self.format_markers, self.answer_present, self.length_bounty, self.soft_overlong]
         lows, highs = zip(*[term.bounds for term in terms if term is not None] or [(0.0, 0.0)], strict=True)
         return self._clipped(sum(highs)) - self._clipped(sum(lows))
 
@@ -211,6 +236,8 @@ class RewardBridge:
             found["answer_present"] = self.answer_present.earned(text)
         if self.length_bounty is not None:
             found["length_bounty"] = self.length_bounty.earned(length)
+        if self.soft_overlong is not None:
+            found["soft_overlong"] = self.soft_overlong.earned(length)
         return found
 
     def weight(self, step: int) -> float:
@@ -246,7 +273,10 @@ def _matches(pattern: str, is_regex: bool, text: str) -> list[regex.Match]:
 
 # ---------------------------------------------------------------------- reading the block
 
-_PARTS = {"format_markers": Marker, "answer_present": AnswerPresent, "length_bounty": LengthBounty, "fade": Fade}
+_PARTS = {
+    **{"format_markers": Marker, "answer_present": AnswerPresent, "length_bounty": LengthBounty},
+    **{"soft_overlong": SoftOverlong, "fade": Fade},
+}
 
 
 def parse_bridge(block: Any, name: str = KEY) -> RewardBridge:

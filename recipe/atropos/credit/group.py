@@ -6,6 +6,7 @@ trainer: it writes the group's ``advantages``. The launcher does the same for an
 
 - ``turn_values``: for each sequence the environment's check after each of its turns, in units of the score;
 - ``turn_states``: for each sequence what it calls the state before each turn; without it, the tokens before it;
+- ``raw_scores``: the environment's own, where a reward bridge has shaped the scores; read by ``outcome_gate``;
 - ``trajectory``: sequences of one number are one episode, whose turns are those of all of them, in order;
 - ``branches``: for each sequence null, or [of which sequence, after how many of its turns] it goes on; their turns come
   first in it, and are not trained again.
@@ -49,7 +50,9 @@ class Credit(BaseModel):
     gamma: float = Field(1.0, gt=0, le=1, description="Discount of what follows by each decision")
     lam: float = Field(0.5, ge=0, le=1, description="Weight of what follows: 0 trusts the values, 1 the outcome alone")
     mix: float = Field(0.0, ge=0, le=1, description="Share of outcome GRPO")
-    outcome_gate: bool = Field(False, description="No gradient from groups whose scores are equal")
+    outcome_gate: bool = Field(
+        False, description="No gradient from groups whose scores, before any reward bridge, are equal"
+    )
 
     @classmethod
     def parse(cls, given: Any, key: str) -> "Credit":
@@ -114,6 +117,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
     decisions = Decisions(parents, outcomes, values, states)
     given = advantages(decisions, credit.gamma, credit.lam, credit.mix, credit.outcome_gate)
+    if credit.outcome_gate and len(set(_overrides(group).get("raw_scores", group["scores"]))) == 1:
+        given = np.zeros(len(found))
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value

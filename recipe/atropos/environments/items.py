@@ -3,20 +3,30 @@
 Guarantees:
 
 - Every training item comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it.
+- With ``difficulty_pools`` an item whose last group had equal scores is left out of an epoch unless a seeded draw lets
+  it come; with ``curriculum_threshold`` so is one of a level that has not begun. Both follow the environment's own
+  scores, before any shaping. A checkpoint has them. What comes is reproducible given the groups that have come back,
+  not from run to run, since how soon they do depends on how long they take.
 - Evaluation is on the same held-out items for every seed. A failed call raises; it does not count as a wrong answer.
 """
 
 import asyncio
+import hashlib
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from pydantic import Field
 
 from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.errors import ConfigurationError
+
+_WINDOW = 32  # groups of a level over which its mean score is taken
 
 Item = Any
 
@@ -27,6 +37,19 @@ class ItemsEnvConfig(BaseEnvConfig):
     train_size: int | None = Field(None, ge=1, description="Use only the first problems of the train split")
     eval_size: int = Field(256, ge=1, description="Number of held-out problems, the first of the test split")
     seed: int = Field(0, description="Order of the training problems; of generated ones also their choice")
+    difficulty_pools: float | None = Field(
+        None,
+        ge=0.01,
+        lt=1,
+        description="How often an item comes whose last group had equal scores (solved always or never), a share of "
+        "epochs; null: in each. Depends on which groups have come back, so that runs are not repeated exactly",
+    )
+    curriculum_threshold: float | None = Field(
+        None,
+        description=f"Easy items first: those of the next level, a number in each item's 'level', come once the last "
+        f"{_WINDOW} groups of the highest so far have at least this mean score; null: all at once. Depends on which "
+        "groups have come back",
+    )
 
 
 class ItemsEnv(BaseEnv):
@@ -40,6 +63,8 @@ class ItemsEnv(BaseEnv):
         if not hasattr(self, "report"):
             self.report = EnvReport(type(self).__name__)
         self.position = 0  # of the next training problem, counted across epochs
+        self.pool: dict[str, float] = {}  # the score of each item whose last group had equal ones, by its digest
+        self.stage, self.stage_scores = 0, list[float]()  # of the curriculum: number of the highest level; its groups'
         self.percent_correct_buffer: list[float] = []  # 1 if right, 0 if not; of environments that can tell
         self.eval_metrics: list[tuple[str, float]] = []
 
@@ -84,14 +109,19 @@ class ItemsEnv(BaseEnv):
     # ------------------------------------------------------------------ items
 
     async def setup(self) -> None:
-        """Load both splits. Raises what ``load`` raises."""
+        """Load both splits. Raises what ``check_config`` raises."""
         self.train, self.test = self.load(self.config)
+        self._levels = levels(self.config, self.train)
         self._order: tuple[int, Sequence[int]] = (-1, [])
 
     @classmethod
     def check_config(cls, config: ItemsEnvConfig) -> None:
-        """Try to load the problems; the launcher calls this before it starts anything."""
-        cls.load(config)
+        """Try to load the problems; the launcher calls this before it starts anything.
+
+        Raises:
+            ConfigurationError: an item has no level, and the curriculum needs one; and what ``load`` raises.
+        """
+        levels(config, cls.load(config)[0])
 
     def order(self, epoch: int) -> Sequence[int]:
         """Return the order of the training problems in an epoch."""
@@ -101,15 +131,59 @@ class ItemsEnv(BaseEnv):
 
     async def get_next_item(self) -> Item:
         """Return the next training problem, epoch after epoch, without end."""
-        epoch, index = divmod(self.position, len(self.train))
-        if self._order[0] != epoch:
-            self._order = (epoch, self.order(epoch))
-        self.position += 1
-        return self.train[self._order[1][index]]
+        while True:
+            epoch, index = divmod(self.position, len(self.train))
+            if self._order[0] != epoch:
+                self._order = (epoch, self.order(epoch))
+            self.position += 1
+            item = self.train[self._order[1][index]]
+            if self._comes(item, epoch):
+                return item
+
+    def _comes(self, item: Item, epoch: int) -> bool:
+        """Return whether an item is asked in an epoch. One that its pool leaves out counts for the curriculum as it
+        was scored last, since a level's mean would otherwise be that of what is neither solved always nor never.
+        """
+        if self._levels and item["level"] > self._levels[self.stage]:
+            return False
+        share, key = self.config.difficulty_pools, _digest(item)
+        if share is None or key not in self.pool:
+            return True
+        if random.Random(f"difficulty pools {self.config.seed} {epoch} {key}").random() < share:
+            return True
+        self._count_for_level(item, self.pool[key])
+        return False
+
+    def _count_for_level(self, item: Item, score: float) -> None:
+        """Count a group's mean score; begin the next level if those of the highest are high enough."""
+        if not self._levels or item["level"] != self._levels[self.stage]:
+            return
+        self.stage_scores = [*self.stage_scores[1 - _WINDOW :], score]
+        solved = len(self.stage_scores) == _WINDOW and fmean(self.stage_scores) >= self.config.curriculum_threshold
+        if solved and self.stage + 1 < len(self._levels):
+            self.stage, self.stage_scores = self.stage + 1, []
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        """Roll out an item; what comes next depends on its scores."""
+        item = (self.running_items.get(item_uuid) or {}).get("item")
+        groups = await super().handle_env(item_uuid)
+        if self.config.difficulty_pools is not None or self._levels:
+            for group in filter(None, groups if isinstance(groups, list) else [groups]):
+                numbers = trajectory_numbers(group.get("group_overrides") or {}, len(group["scores"]))
+                self._follow(item, [*map(float, dict(zip(numbers, group["scores"], strict=True)).values())])
+        return groups
+
+    def _follow(self, item: Item, scores: Sequence[float]) -> None:
+        """Take account of the scores of an item's group, one for each trajectory."""
+        self.pool.pop(_digest(item), None)
+        if self.config.difficulty_pools is not None and len(set(scores)) == 1:
+            self.pool[_digest(item)] = scores[0]
+        self._count_for_level(item, fmean(scores))
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save the position; BaseEnv sets saved items as attributes when a run resumes at ``step``."""
-        super().save_checkpoint(step, {"position": self.position, **(data or {})})
+        """Save what decides which items come; BaseEnv sets saved items as attributes when a run resumes at ``step``."""
+        own = {name: getattr(self, name) for name in ("position", "pool", "stage", "stage_scores")}
+        super().save_checkpoint(step, {**own, **(data or {})})
 
     # ------------------------------------------------------------------ evaluation
 
@@ -141,3 +215,24 @@ class ItemsEnv(BaseEnv):
             wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(self.percent_correct_buffer)
         self.percent_correct_buffer, self.eval_metrics = [], []
         await super().wandb_log(wandb_metrics)
+
+
+def levels(config: ItemsEnvConfig, train: Sequence[Item]) -> list[float]:
+    """Return the levels of the items in ascending order; without a curriculum [].
+
+    Raises:
+        ConfigurationError: an item has none; names it.
+    """
+    if config.curriculum_threshold is None:
+        return []
+    for number, item in enumerate(train, 1):
+        if not isinstance(item, Mapping) or not isinstance(item.get("level"), int | float):
+            raise ConfigurationError(
+                f"--env.curriculum_threshold={config.curriculum_threshold:g}: item {number} has no number 'level': "
+                f"{str(item)[:200]}; give each item one, or leave the curriculum out"
+            )
+    return sorted({item["level"] for item in train})
+
+
+def _digest(item: Item) -> str:
+    return hashlib.blake2b(repr(item).encode(), digest_size=8).hexdigest()

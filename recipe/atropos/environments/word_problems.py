@@ -1,7 +1,7 @@
 r"""Word problems in GSM8K's format: generated, from a local folder, or from the hub.
 
-A row is ``{"question": str, "answer": str}``; the answer ends in ``#### NUMBER`` and writes its arithmetic as
-``<<12+7=19>>19``, as in https://github.com/openai/grade-school-math.
+A row is ``{"question": str, "answer": str}``, with a ``level`` if its source has one; the answer ends in
+``#### NUMBER`` and writes its arithmetic as ``<<12+7=19>>19``, as in https://github.com/openai/grade-school-math.
 
 The generated splits share no problem by construction: a digest of its question assigns a problem to a split. The same
 (split, size, seed) gives the same rows in every process.
@@ -13,14 +13,14 @@ import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import AtroposError
 
-Row = dict[str, str]
+Row = dict[str, Any]
 Split = Literal["train", "test"]
 
 GSM8K = "openai/gsm8k"  # on the hub
@@ -98,7 +98,7 @@ def _one_step(rng: random.Random) -> Row:
 
 
 def _several_steps(rng: random.Random) -> Row:
-    """Return a problem of two or three steps; each starts from the previous result."""
+    """Return a problem of two or three steps, its level; each starts from the previous result."""
     name, items = rng.choice(_NAMES), rng.choice(_ITEMS)
     beginning = rng.choice(list(_BEGINNINGS))
     steps = rng.choice([2, 3, 3])
@@ -121,6 +121,7 @@ def _several_steps(rng: random.Random) -> Row:
     return {
         "question": " ".join([*sentences, f"How many {items} does {name} have now?"]),
         "answer": "\n".join([*arithmetic, f"#### {total}"]),
+        "level": steps,
     }
 
 
@@ -194,7 +195,7 @@ def _checked(row: dict, where: str) -> Row:
             raise ValueError(f"{where} has no text under {key!r}; GSM8K rows have question and answer")
     if "####" not in row["answer"]:
         raise ValueError(f"{where}: the answer does not end in '#### NUMBER'")
-    return {"question": row["question"], "answer": row["answer"]}
+    return {key: row[key] for key in ("question", "answer", "level") if key in row}
 
 
 def gold_answer(row: Row) -> str:

@@ -1,16 +1,21 @@
 """The reward bridge in front of a real BaseEnv, and on the way from a real SGLang to a real API."""
 
 import asyncio
+import json
 import math
 import time
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
 from helpers.environments.answer_env import BARE, ITEMS, RIGHT, AnswerEnv, AnswerEnvConfig
+from helpers.loss import in_the_loss
 from helpers.sglang import make_tiny_model
+from helpers.trainer import random_group
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.algorithm import reward_bridge
 from recipe.atropos.algorithm.reward_bridge import (
     RewardBridgeError,
@@ -18,6 +23,7 @@ from recipe.atropos.algorithm.reward_bridge import (
 )
 from recipe.atropos.errors import EnvironmentFailure
 
+V = 40  # tokens of random groups
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],
     "answer_present": {"pattern": r"\\boxed\{(.*?)\}", "regex": True, "weight": 0.4},
@@ -29,9 +35,9 @@ def folder(tmp_path_factory):
     return str(make_tiny_model(tmp_path_factory.mktemp("model"), seed=0))
 
 
-def composed(bridge=None):
+def composed(bridge=None, settings=None):
     """What ``adapt`` makes, without the step that sends only what a server sampled: none samples these answers."""
-    return type("Composed", (adapt(AnswerEnv, bridge),), {"_restore": lambda self, group: None})
+    return type("Composed", (adapt(AnswerEnv, bridge, settings),), {"_restore": lambda self, group: None})
 
 
 def make(folder, environment=AnswerEnv, **options):
@@ -65,9 +71,9 @@ def send(env, *items):
     return [pair for item in items for pair in asyncio.run(through(item))]
 
 
-def shaped_env(folder, tmp_path, block=BLOCK, **options):
+def shaped_env(folder, tmp_path, block=BLOCK, settings=None, **options):
     options = {"data_path_to_save_groups": str(tmp_path / "sent.jsonl")} | options
-    return make(folder, composed(parse_bridge(block)), **options)
+    return make(folder, composed(parse_bridge(block), settings), **options)
 
 
 def test_reward_bridge_sends_shaped_scores_beside_raw_ones(folder, tmp_path):
@@ -104,6 +110,44 @@ def test_reward_bridge_without_equal_raw_refuses_and_counts(folder, tmp_path):
     env.config.ensure_scores_are_not_same = False
     asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
     assert env.report.counts["not_sent/equal_scores"] == 1, "an environment that wants them sent has its way"
+
+
+@pytest.mark.parametrize("raw", [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]], ids=["equal", "different"])
+def test_outcome_gate_holds_under_shaped_scores(folder, tmp_path, raw):
+    """Equal outcomes give no gradient, whatever the shaping: by the bridge's key, and by the gate of credit."""
+    group = random_group(np.random.default_rng(0), V, turns=2) | {"scores": raw}
+    block = {"length_bounty": {"target": 0, "slope": 0.01, "cap": 0.4}}
+    gated = AdapterSettings(credit=json.dumps({"outcome_gate": True}))
+    for own, settings in ((block | {"send_equal_raw": False}, None), (block, gated), (block, None)):
+        env = shaped_env(folder, tmp_path, own, settings=settings, ensure_scores_are_not_same=False)
+        asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
+        [sent] = written(env)
+        gates = own is not block or settings is not None
+        assert any(map(any, in_the_loss([sent], V).advantages)) is (raw[0] != raw[-1] or not gates)
+        assert sent["group_overrides"]["raw_scores"] == raw
+
+
+def test_soft_overlong_reaches_the_advantages(folder, tmp_path):
+    """Of four trajectories, the first in two rows: 6, 5, 4 and 9 tokens, where 4 are free and 8 the most."""
+    lengths, numbers = [2, 5, 4, 4, 9], [0, 1, 0, 2, 3]
+    tokens = [[5, *range(6, 6 + length)] for length in lengths]
+    group = {
+        "tokens": tokens,
+        "masks": [[-100, *row[1:]] for row in tokens],
+        "inference_logprobs": [[1.0] + [-0.5] * length for length in lengths],
+        "scores": [1.0, 1.0, 1.0, -1.0, 1.0],
+        "group_overrides": {"trajectory": numbers},
+    }
+    block = {"soft_overlong": {"max_length": 8, "cache": 4}, "right_margin": 2.0}
+    env = shaped_env(folder, tmp_path, block)
+    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
+    [sent] = written(env)
+    shaped = [0.5, 0.75, -1.0, 0.0]  # of the trajectories: 1 - 2/4, 1 - 1/4, -1 - 0, 1 - 1
+    assert sent["scores"] == [shaped[number] for number in numbers]
+    wanted = (np.array(shaped) - np.mean(shaped)) / (np.std(shaped, ddof=1) + 1e-6)
+    found = in_the_loss([sent], V, "actor_rollout_ref.actor.loss_agg_mode=token-mean").advantages
+    for row, number in zip(found, numbers, strict=True):
+        assert row[0] == 0.0 and row[1:] == pytest.approx([wanted[number]] * (len(row) - 1), abs=1e-4)
 
 
 def test_reward_bridge_leaves_other_environments_alone(folder, tmp_path):

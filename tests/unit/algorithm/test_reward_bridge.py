@@ -57,6 +57,19 @@ def test_bounty_falls_with_the_length_within_its_cap(bounty, lengths):
     assert low <= min(earned) and max(earned) <= high
 
 
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(0, 0), (16383, 0), (16384, 0), (16385, -1 / 4096), (17408, -0.25), (18432, -0.5), (20479, -4095 / 4096)]
+    + [(20480, -1), (20481, -1), (100_000, -1)],
+)
+def test_soft_overlong_is_equation_13_of_dapo(length, expected):
+    """With the paper's numbers: L_max of 20,480 and L_cache of 4,096 tokens; scores are -1 and 1."""
+    bridge = parse_bridge({"soft_overlong": {"max_length": 20480, "cache": 4096}, "right_margin": 2.0})
+    assert bridge.terms("", length) == {"soft_overlong": expected}
+    assert [bridge.shaped(raw, bridge.terms("", length), 0) for raw in (1.0, -1.0)] == [1 + expected, expected - 1]
+    assert bridge.largest_difference == 1
+
+
 @given(first=st.integers(0, 100), length=st.integers(1, 100), step=st.integers(0, 300))
 def test_the_shaping_fades_from_one_to_nothing_in_a_line(first, length, step):
     fade = Fade(first, first + length)
@@ -78,6 +91,7 @@ blocks = st.fixed_dictionaries(
     optional={
         "answer_present": st.just({"pattern": "boxed{", "weight": 0.2}),
         "length_bounty": st.just({"target": 20, "slope": -0.01, "cap": 0.2}),
+        "soft_overlong": st.just({"max_length": 60, "cache": 20, "weight": 0.3}),
         "clip": st.tuples(st.floats(-0.5, 0), st.floats(0.01, 0.4)),
         "fade": st.just({"from_step": 10, "to_step": 20}),
     },
@@ -222,6 +236,10 @@ MARKER = "format_markers: [{pattern: a, weight: 0.1%s}]"
         ("length_bounty: {target: 9, slope: 0.1}", "length_bounty.cap is missing"),
         ("length_bounty: {target: -1, slope: 0.1, cap: 0.1}", "target=-1: Input should be greater than or equal to 0"),
         ("length_bounty: {target: 9, slope: .inf, cap: 0.1}", "slope=inf: Input should be a finite number"),
+        ("soft_overlong: {max_length: 9, cache: 10}", "soft_overlong: cache=10 is more than max_length=9"),
+        ("soft_overlong: {max_length: 9}", "soft_overlong.cache is missing"),
+        ("soft_overlong: {max_len: 9}", "soft_overlong.max_len=9: no such key; there are max_length, cache, weight"),
+        ("soft_overlong: {max_length: 9, cache: 3}", "difference of 1 between two answers.*right_margin=1: lower the"),
         (MARKER % "" + "\nclip: [0.2, 0.1]", r"clip=\[0.2, 0.1\]: the first must be below the second"),
         (MARKER % "" + "\nclip: [0.2, 0.4]", "shapes nothing"),
         (MARKER % "" + "\nfade: {from_step: 5, to_step: 5}", "to_step=5 must be above from_step=5"),
