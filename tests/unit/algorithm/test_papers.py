@@ -1,0 +1,353 @@
+"""docs/papers.md: its keys give the gradient of each paper's formula, which is written here by hand, one row at a time.
+
+A row has the trained tokens' logprobs: ``new``, which the gradient is for, ``old``, ``engine`` and ``ref``, (T,) each.
+"""
+
+import functools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.padding import left_right_2_no_padding
+
+from helpers.loss import in_the_loss, loss_of
+from helpers.promises import code, tables
+from helpers.trainer import compose_config, random_group
+from recipe.atropos.algorithm.advantages import RunningMoments, add_advantages
+from recipe.atropos.algorithm.losses import DistillationConfig
+from recipe.atropos.credit.group import Credit, add_credit
+from recipe.atropos.credit.rules import Decisions, returns
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.errors import ConfigurationError
+
+VOCAB = 50
+PAGE = tables("papers.md")
+KEYS = {row[0].partition(",")[0]: tuple(code(row[2])) for row in PAGE["Losses"]}
+NEAREST = {row[0].partition(",")[0]: code(row[2]) for row in PAGE["Turns"]}
+OF_ONE_GROUP = {"DAPO", "CISPO"}  # with several the page says a difference
+
+
+def sampled_groups(count):
+    rng = np.random.default_rng(3)
+    groups = [random_group(rng, VOCAB, turns=2, size=4) for _ in range(count)]
+    for group in groups:
+        group["scores"] = rng.normal(size=4).tolist()
+    return groups
+
+
+def drawn(data, spread):
+    """Logprobs of the four policies, (B, R); ratios differ by more than any clip of the page, both ways."""
+    generator = torch.Generator().manual_seed(1)
+    found = {"engine": data.batch["rollout_log_probs"].double()}
+    for name, other in (("old", "engine"), ("new", "old"), ("ref", "new")):
+        noise = torch.randn(data.batch["responses"].shape, generator=generator, dtype=torch.float64)
+        noise = noise * spread if name == "ref" else noise
+        found[name] = found[other] + noise * data.batch["response_mask"]
+    return found
+
+
+@functools.cache
+def configured(keys):
+    return compose_config("actor_rollout_ref.model.path=none", *keys)
+
+
+@functools.cache
+def trained(keys, count, spread=0.5):
+    """The gradient of the loss by each trained token, flat, through advantages, correction and verl's loss."""
+    config = configured(keys)
+    data, report = groups_to_data_proto(sampled_groups(count), RowLimits(200, 0, vocab_size=VOCAB))
+    assert not report.dropped
+    policies = drawn(data, spread)
+    data.batch["old_log_probs"], data.batch["ref_log_prob"] = policies["old"].float(), policies["ref"].float()
+    controller = get_kl_controller(config.algorithm.kl_ctrl)
+    mask = data.batch["response_mask"].bool()
+    add_advantages(data, config.algorithm, config.trainer.atropos, RunningMoments(), controller)
+    tokens = int(data.batch["response_mask"].sum())
+    response = data.batch["attention_mask"][:, -mask.shape[1] :].sum(-1).tolist()
+    batch = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
+    ends = batch["input_ids"].offsets()[1:].tolist()
+    flat = torch.zeros(ends[-1])
+    for new, end, size in zip(policies["new"].float(), ends, response, strict=True):
+        flat[end - 1 - size : end - 1] = new[:size]  # at t stands that of token t + 1
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    loss, _ = loss_of(actor, DistillationConfig(), batch, torch.zeros(1, len(flat), VOCAB), flat.requires_grad_())
+    [gradient] = torch.autograd.grad(loss, flat)
+    parts = zip(ends, response, mask, strict=True)
+    return torch.cat([gradient[end - 1 - size : end - 1][kept[:size]] for end, size, kept in parts]).double()
+
+
+def by_hand(formula, count, spread=0.5):
+    """The same gradient of minus the paper's objective."""
+    groups = sampled_groups(count)
+    data, _ = groups_to_data_proto(groups, RowLimits(200, 0, vocab_size=VOCAB))
+    policies, mask, rows = drawn(data, spread), data.batch["response_mask"].bool(), []
+    scores = [score for group in groups for score in group["scores"]]
+    for i, kept in enumerate(mask):
+        row = {name: values[i][kept].clone() for name, values in policies.items()}
+        row["new"].requires_grad_()
+        rows.append(SimpleNamespace(**row, score=scores[i], group=int(data.non_tensor_batch["uid"][i])))
+    return -torch.cat(torch.autograd.grad(formula(rows), [row.new for row in rows]))
+
+
+def others(rows, row):
+    return [each for each in rows if each.group == row.group]
+
+
+def grpo_advantage(rows, row):
+    scores = [each.score for each in others(rows, row)]
+    return (row.score - np.mean(scores)) / np.std(scores, ddof=1)
+
+
+def clipped(ratio, advantage, low=0.2, high=0.2):
+    return torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def grpo(rows, cap=None):
+    def of(row):
+        x = row.ref - row.new
+        surrogate = clipped((row.new - row.old).exp(), grpo_advantage(rows, row))
+        return (surrogate - 0.04 * (x.exp() - x - 1).clamp(max=cap or torch.inf)).mean()
+
+    return mean([of(row) for row in rows])
+
+
+def dapo(rows):
+    parts = [clipped((row.new - row.old).exp(), grpo_advantage(rows, row), 0.2, 0.28).sum() for row in rows]
+    return sum(parts) / sum(len(row.new) for row in rows)
+
+
+def dr_grpo(rows):
+    def of(row):
+        advantage = row.score - np.mean([each.score for each in others(rows, row)])
+        return clipped((row.new - row.old).exp(), advantage).sum()
+
+    return mean([of(row) for row in rows])
+
+
+def gspo(rows):
+    def of(row):
+        ratio = (row.new.sum() - row.old.sum()).exp() ** (1 / len(row.new))
+        return clipped(ratio, grpo_advantage(rows, row), 3e-4, 4e-4)
+
+    return mean([of(row) for row in rows])
+
+
+def cispo(rows):
+    def of(row):
+        weight = (row.new - row.old).exp().clamp(max=2.0).detach()
+        return (weight * grpo_advantage(rows, row) * row.new).sum()
+
+    return sum(of(row) for row in rows) / sum(len(row.new) for row in rows)
+
+
+def tis(rows):
+    def of(row):
+        weight = (row.old - row.engine).exp().clamp(max=2.0)
+        return (weight * clipped((row.new - row.old).exp(), grpo_advantage(rows, row))).sum()
+
+    return sum(of(row) for row in rows) / sum(len(row.new) for row in rows)
+
+
+def icepop(rows):
+    def of(row):
+        k = (row.old - row.engine).exp()
+        weight = torch.where((k >= 0.5) & (k <= 5.0), k, 0.0)
+        return (weight * clipped((row.new - row.old).exp(), grpo_advantage(rows, row))).mean()
+
+    return mean([of(row) for row in rows])
+
+
+def reinforce_plus_plus(rows):
+    raw = []
+    for row in rows:
+        kl = (row.old - row.ref).tolist()
+        raw.append(torch.tensor([row.score - 0.01 * sum(kl[t:]) for t in range(len(kl))]))
+    all_of_them = torch.cat(raw)
+    normed = [(each - all_of_them.mean()) / all_of_them.std() for each in raw]
+    return mean([clipped((row.new - row.old).exp(), a).mean() for row, a in zip(rows, normed, strict=True)])
+
+
+def rloo(rows):
+    def reward(row):
+        return row.score - 0.03 * (row.old - row.ref).sum()
+
+    def of(row):
+        baseline = mean([reward(each) for each in others(rows, row) if each is not row])
+        return (reward(row) - baseline) * row.new.sum()
+
+    return mean([of(row) for row in rows])
+
+
+FORMULAS = {
+    "GRPO": grpo,
+    "DAPO": dapo,
+    "Dr. GRPO": dr_grpo,
+    "GSPO": gspo,
+    "CISPO": cispo,
+    "TIS": tis,
+    "IcePop": icepop,
+    "REINFORCE++": reinforce_plus_plus,
+    "RLOO": rloo,
+}
+
+
+def test_papers_of_the_page_have_a_formula_here():
+    assert list(KEYS) == list(FORMULAS) and list(NEAREST) == ["GiGPO", "VinePPO", "MT-GRPO"]
+
+
+@pytest.mark.parametrize("paper", FORMULAS)
+def test_papers_keys_give_the_gradient_of_its_formula(paper):
+    count = 1 if paper in OF_ONE_GROUP else 3
+    wanted = by_hand(FORMULAS[paper], count)
+    torch.testing.assert_close(trained(KEYS[paper], count), wanted, atol=1e-5, rtol=1e-3)
+    assert wanted.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("paper", sorted(OF_ONE_GROUP))
+def test_papers_of_several_groups_share_the_divisor(paper):
+    """The tokens of the mini-batch, as the page says, where the paper has each group's."""
+    torch.testing.assert_close(trained(KEYS[paper], 3), by_hand(FORMULAS[paper], 3), atol=1e-5, rtol=1e-3)
+
+
+def test_papers_kl_of_grpo_is_capped_as_the_page_says():
+    far = {"count": 3, "spread": 3.0}  # exp(x) - x - 1 is above 10 for many tokens
+    found = trained(KEYS["GRPO"], **far)
+    torch.testing.assert_close(found, by_hand(functools.partial(grpo, cap=10.0), **far), atol=1e-5, rtol=1e-3)
+    assert not torch.allclose(found, by_hand(grpo, **far), atol=1e-2)
+
+
+def test_papers_constant_of_dr_grpo_divides():
+    mode = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
+    keys = tuple(key.replace(mode, mode + "-norm") for key in KEYS["Dr. GRPO"])
+    found = trained((*keys, "actor_rollout_ref.actor.loss_scale_factor=7"), 3)
+    torch.testing.assert_close(found, by_hand(dr_grpo, 3) / 7, atol=1e-5, rtol=1e-3)
+
+
+def value_of(keys, key):
+    return OmegaConf.select(configured(keys), key)
+
+
+@pytest.mark.parametrize(("paper", "key"), [(paper, key) for paper, keys in KEYS.items() for key in keys])
+def test_papers_need_each_of_their_keys(paper, key):
+    """Without it the gradient is another one, unless the page gives what is the default."""
+    name, without = key.partition("=")[0], tuple(each for each in KEYS[paper] if each != key)
+    if key.endswith("=true"):  # a switch, whose coefficient is given too
+        with pytest.raises(ConfigurationError, match="has no effect with " + name):
+            configured(without)
+        return
+    same = value_of(without, name) == value_of(KEYS[paper], name)
+    assert not same or paper in ("TIS", "IcePop"), "a key that the page need not give"
+    with_all = trained(KEYS[paper], 3)
+    assert torch.allclose(trained(without, 3), with_all, atol=1e-6 * with_all.abs().max().item()) == same
+
+
+def episodes(scores, **overrides):
+    """A group of rows of two turns, of which the second has two tokens."""
+    size = len(scores)
+    return {
+        "tokens": [[5, 6, 7, 8, 9]] * size,
+        "masks": [[-100, 6, -100, 8, 9]] * size,
+        "scores": scores,
+        "inference_logprobs": [[1.0, -1.0, 1.0, -1.0, -1.0]] * size,
+        "group_overrides": overrides,
+    }
+
+
+def by_turn(first, second):
+    """Advantages of tokens from those of the two turns, (N,) each."""
+    return [[0.0, float(a), 0.0, float(b), float(b)] for a, b in zip(first, second, strict=True)]
+
+
+def credit_of(paper):
+    [key] = [each for each in NEAREST[paper] if each.startswith("environment.credit=")]
+    return Credit.parse(OmegaConf.to_object(configured((key,)).environment.credit), "environment.credit")
+
+
+def credited(group, credit):
+    add_credit(group, credit)
+    return np.array(group["advantages"])[:, [1, 3]]
+
+
+def normalized(scores):
+    return (scores - scores.mean()) / scores.std(ddof=1)
+
+
+SCORES = np.array([1.0, -1.0, 0.5, 2.0])
+
+
+def paired(scores):
+    """GiGPO's step part without deviation and discount, (N, 2): all are in one state, then the halves in one each."""
+    second = scores - np.repeat([scores[:2].mean(), scores[2:].mean()], 2)
+    return np.stack([scores - scores.mean(), second], axis=1)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_papers_credit_is_gigpo_but_for_the_named_factors(gamma):
+    """A state of n turns has n / (n - 1) times the paper's part; one scale for all; gamma does not discount."""
+    states = [["start", "a"], ["start", "a"], ["start", "b"], ["start", "b"]]
+    credit = credit_of("GiGPO").model_copy(update={"gamma": gamma})
+    step = paired(SCORES) * np.array([4 / 3, 2])
+    scale = np.sqrt(3 / 4) / np.sqrt((step**2).mean())
+    found = credited(episodes(SCORES.tolist(), turn_states=states), credit)
+    np.testing.assert_allclose(found, 0.5 * scale * step + 0.5 * normalized(SCORES)[:, None], rtol=1e-4)
+
+
+def test_papers_credit_treats_lone_and_later_states_as_told():
+    """GiGPO gives 0 to a state seen once, and compares a state with itself at any depth; here it is not so."""
+    step = credit_of("GiGPO").model_copy(update={"mix": 0.0})
+    lone = credited(episodes(SCORES.tolist(), turn_states=[["start", name] for name in "abcd"]), step)
+    np.testing.assert_allclose(lone, np.stack([normalized(SCORES)] * 2, axis=1), rtol=1e-4)
+    once_more = [["start", "start"], ["start", "start"], ["start", "b"], ["start", "b"]]
+    other = [["start", "a"], ["start", "a"], ["start", "b"], ["start", "b"]]
+    np.testing.assert_allclose(
+        *(credited(episodes(SCORES.tolist(), turn_states=states), step) for states in (once_more, other))
+    )
+
+
+def test_papers_progress_is_vineppos_but_for_first_and_mean():
+    """V after minus V before; V of the prompt is missing, and a first turn is compared with the other first turns."""
+    values, of_prompt = np.array([0.75, 0.25, 0.5, 0.0]), 0.4
+    chains = Decisions(np.array([-1, 0, -1, 2, -1, 4, -1, 6]), np.stack([np.full(4, np.nan), SCORES], 1).ravel(),
+                       np.stack([values, np.zeros(4)], 1).ravel())  # fmt: skip
+    credit = credit_of("VinePPO")
+    vine = np.stack([values - of_prompt, SCORES - values], axis=1)
+    found = returns(chains, credit.gamma, credit.lam).reshape(4, 2)
+    np.testing.assert_allclose(found, vine + np.array([of_prompt, 0.0]))
+    group = episodes(SCORES.tolist(), turn_values=[[value, 0.0] for value in values])
+    first = credited(group, credit)[:, 0]
+    compared = values - (values.sum() - values) / 3
+    np.testing.assert_allclose(first / first[0], compared / compared[0], atol=1e-9)
+
+
+def gigpo(scores, turns):
+    """With omega 1, deviations, a discount of 0.9, and the states of ``paired``; ``turns`` are not used."""
+    first = normalized(scores) + normalized(0.9 * scores)
+    return first, normalized(scores) + np.concatenate([normalized(scores[:2]), normalized(scores[2:])])
+
+
+def vineppo(scores, turns):
+    """``turns`` are V after the first turn, and 0.4 is V of the prompt."""
+    return turns - 0.4, scores - turns
+
+
+def mt_grpo(scores, turns):
+    """With alpha 1; ``turns`` are the rewards of the first turn."""
+    return normalized(turns) + normalized(scores), normalized(scores)
+
+
+@pytest.mark.parametrize("formula", [gigpo, vineppo, mt_grpo])
+def test_papers_advantages_that_are_sent_reach_the_loss(formula):
+    wanted = by_turn(*formula(SCORES, np.array([0.75, 0.25, 0.5, 0.0])))
+    group = episodes(SCORES.tolist()) | {"advantages": wanted}
+    np.testing.assert_allclose(in_the_loss([group], VOCAB).advantages, wanted, atol=1e-5)
