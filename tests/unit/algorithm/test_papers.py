@@ -342,8 +342,9 @@ def vineppo(scores, turns):
 
 
 def mt_grpo(scores, turns):
-    """With alpha 1; ``turns`` are the rewards of the first turn."""
-    return normalized(turns) + normalized(scores), normalized(scores)
+    """With lambda 0.5; ``turns`` are the rewards of the first turn, and their halves backwards those of the second."""
+    outcome = 0.5 * normalized(scores)
+    return normalized(turns) + outcome, normalized(turns[::-1] / 2) + outcome
 
 
 @pytest.mark.parametrize("formula", [gigpo, vineppo, mt_grpo])
