@@ -31,7 +31,6 @@ MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, 1), "down": (0, -1)}
 
 class TaskConfig(CalculatorEnvConfig):
     steps: int = Field(4, ge=1, description="Right decisions that an episode needs before the last one")
-    curriculum: int = Field(0, ge=0, description="Items over which the steps grow from 1; 0: always all")
 
 
 class Task(CalculatorEnv):
@@ -41,29 +40,24 @@ class Task(CalculatorEnv):
 
     @classmethod
     def load(cls, config: TaskConfig) -> tuple[list[Row], list[Row]]:
-        return cls.rows("train", ITEMS, config.steps, config.seed), cls.rows("test", config.eval_size, config.steps, 0)
+        """Return the items; with a curriculum those to train on have every number of steps up to ``steps``."""
+        levels = [config.steps] if config.curriculum_threshold is None else range(1, config.steps + 1)
+        train = [row for steps in levels for row in cls.rows("train", ITEMS // len(levels), steps, config.seed)]
+        return train, cls.rows("test", config.eval_size, config.steps, 0)
 
     @classmethod
     def rows(cls, split: str, size: int, steps: int, seed: int) -> list[Row]:
-        """Return ``size`` items of a split, in an order given by ``seed``."""
+        """Return ``size`` items of a split, whose level is ``steps``, in an order given by ``seed``."""
         rng, found = random.Random(f"{cls.name} {split} {steps} {seed}"), dict[str, Row]()
         while len(found) < size:
             row = cls.row(steps, rng)
             if split_of(row["question"]) == split:
-                found.setdefault(row["question"], row)
+                found.setdefault(row["question"], row | {"level": steps})
         return list(found.values())
 
     @staticmethod
     def row(steps: int, rng: random.Random) -> Row:
         raise NotImplementedError
-
-    async def get_next_item(self) -> Row:
-        steps, grown = self.config.steps, self.position / (self.config.curriculum or 1)
-        if self.config.curriculum and (now := 1 + int(grown * steps)) < steps:
-            [row] = self.rows("train", 1, now, 1_000_000 * self.config.seed + self.position)
-            self.position += 1
-            return row
-        return await super().get_next_item()
 
     def temperature(self, split: Literal["train", "eval"]) -> float:
         return self.config.temperature

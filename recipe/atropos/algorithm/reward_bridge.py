@@ -274,8 +274,11 @@ def _matches(pattern: str, is_regex: bool, text: str) -> list[regex.Match]:
 # ---------------------------------------------------------------------- reading the block
 
 _PARTS = {
-    **{"format_markers": Marker, "answer_present": AnswerPresent, "length_bounty": LengthBounty},
-    **{"soft_overlong": SoftOverlong, "fade": Fade},
+    "format_markers": Marker,
+    "answer_present": AnswerPresent,
+    "length_bounty": LengthBounty,
+    "soft_overlong": SoftOverlong,
+    "fade": Fade,
 }
 
 

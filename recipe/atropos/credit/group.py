@@ -103,7 +103,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     if any(row is not None and len(row) for row in group.get("advantages") or ()):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
     found = list(_decisions(group, credit, tokenizer))
-    if not found:
+    raw = _overrides(group).get("raw_scores", group["scores"])
+    if not found or (credit.outcome_gate and len(set(raw)) == 1):
         group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
         return
     parents = _parents(found, group)
@@ -117,8 +118,6 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
     decisions = Decisions(parents, outcomes, values, states)
     given = advantages(decisions, credit.gamma, credit.lam, credit.mix, credit.outcome_gate)
-    if credit.outcome_gate and len(set(_overrides(group).get("raw_scores", group["scores"]))) == 1:
-        given = np.zeros(len(found))
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value

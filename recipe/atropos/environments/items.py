@@ -146,8 +146,7 @@ class ItemsEnv(BaseEnv):
         """
         if self._levels and item["level"] > self._levels[self.stage]:
             return False
-        share, key = self.config.difficulty_pools, _digest(item)
-        if share is None or key not in self.pool:
+        if (share := self.config.difficulty_pools) is None or (key := _digest(item)) not in self.pool:
             return True
         if random.Random(f"difficulty pools {self.config.seed} {epoch} {key}").random() < share:
             return True
