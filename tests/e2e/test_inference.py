@@ -206,6 +206,18 @@ def test_retract_keeps_requests_and_names_each_tokens_version(run, server):
 
 
 @pytest.mark.timeout(120)
+def test_flush_waits_for_a_request_that_is_ending(run):
+    async def test(client):
+        async with in_flight(client) as request:
+            flush = asyncio.create_task(client.flush_cache())
+            await asyncio.sleep(0.1)
+            await client.post("/abort_request", {"abort_all": True})
+            await asyncio.gather(flush, request)
+
+    run(test)
+
+
+@pytest.mark.timeout(120)
 def test_in_place_cannot_flush_but_has_changed_the_weights(run, server):
     """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
 

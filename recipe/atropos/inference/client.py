@@ -1,7 +1,7 @@
 """Asynchronous control client of one SGLang server.
 
 Guarantees: every failure is an `InferenceError` that names the server, the endpoint and the server's message; nothing
-is sent twice; no call waits longer than its timeout.
+but a flush is sent twice; no call waits longer than its timeout.
 
 The following was measured on SGLang 0.5.23, and on 0.5.12 where named, and holds wherever these calls are used:
 
@@ -37,6 +37,7 @@ from typing import Any, Literal, Self
 import aiohttp
 import orjson
 from safetensors import SafetensorError, safe_open
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.sockets import OwnServers
@@ -235,8 +236,17 @@ class SGLangClient:
         """POST /continue_generation. No error if nothing was paused."""
         await self._call("POST", "/continue_generation", {})
 
+    @retry(
+        retry=retry_if_exception(lambda error: isinstance(error, InferenceError) and error.status == 400),
+        wait=wait_fixed(0.2),
+        stop=stop_after_attempt(4),
+        reraise=True,
+    )
     async def flush_cache(self) -> None:
-        """Drop all cached prefixes. Raises while requests run and, before SGLang 0.5.21, while retracted ones wait."""
+        """Drop all cached prefixes. Raises while requests run and, before SGLang 0.5.21, while retracted ones wait.
+
+        A reply leaves the server before its scheduler has dropped the request: for that, a refusal is tried again.
+        """
         await self._call("POST", "/flush_cache")
 
     async def release_memory(self, tags: Sequence[str]) -> None:
