@@ -10,6 +10,7 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.trajectory_api import running_trajectory_api
+from recipe.atropos.credit.group import Credit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -146,6 +147,26 @@ def test_session_groups_check_sampling_before_a_ticket(sessions, api):
     status, answer = sessions.call("POST", "/groups", asked)
     assert status == 400 and "stop_token_ids" in answer["error"]["message"]
     assert not api.get("/diagnose")["queue"]["open_tickets"]
+
+
+def test_session_groups_are_given_credit(sessions, api):
+    """One that cannot be, since a session of two turns has no values, is given up, and holds up no other."""
+    sessions.stop()
+    sessions.credit = Credit(lam=0.0)
+    sessions.start()
+    for values in ([[0.5], None], [[0.5, 9.0], [0.25, 9.0]], *[[[9.0], [9.0]]] * 2):
+        for number, (session, value) in enumerate(zip(opened(sessions, size=2), values, strict=True)):
+            for _ in range(2 if value is None else len(value)):
+                ended(sessions, session, reward=float(number), turn_values=[0.0] * 7)  # is refused
+            ended(sessions, session, ask=False, reward=float(number), turn_values=value)
+    found = batch(api)
+    assert [group["scores"] for group in found] == [[0.0, 0.0, 1.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
+    for group in found:
+        assert group["group_overrides"]["credit"] == "spans=turns lam=0.0"
+        signs = (1, -1, -1, 1) if len(group["scores"]) == 4 else (-1, 1)
+        for masks, values, sign in zip(group["masks"], group["advantages"], signs, strict=True):
+            assert [sign * value > 0 for value in values] == [mask != -100 for mask in masks]
+    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
 
 
 def test_session_groups_wait_for_tickets_at_once(sessions, api, monkeypatch):

@@ -176,8 +176,8 @@ class Sessions:
 
     KEY = "environments"
 
-    def __init__(self, folder, policy, api=None, **rendering):
-        self.folder, self.policy, self.api, self.rendering = folder, policy, api, rendering
+    def __init__(self, folder, policy, api=None, credit=None, **rendering):
+        self.folder, self.policy, self.api, self.credit, self.rendering = folder, policy, api, credit, rendering
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self):
@@ -199,7 +199,7 @@ class Sessions:
         async def serve():
             client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
             api = TrajectoryApiClient(self.api or "http://127.0.0.1:1")
-            self.server = SessionServer(store, rendering, client, self.KEY, "policy", api)
+            self.server = SessionServer(store, rendering, client, self.KEY, "policy", api, self.credit)
             self.server._generate = self.policy
             self.runner = web.AppRunner(self.server.app(), handler_cancellation=True, shutdown_timeout=0.1)
             await self.runner.setup()

@@ -1,6 +1,6 @@
 """Configuration checks before anything is started; each error names the value and the fix."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ def check_config(config: DictConfig) -> None:
     _check(_shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n))
     for spec in specs:
         _check_shaping(spec)
+    if not specs:
+        _check_credit("environment", config.environment.credit)
     _check(chain(() if specs else _joined(config), _training(config), _weight_sync(config), _transport(config)))
 
 
@@ -135,7 +137,7 @@ def _joined(config: DictConfig) -> Rules:
     for key, value in (
         ("environment.args", dict(config.environment.args)),
         ("environment.reward_bridge", config.environment.reward_bridge),
-        ("environment.credit", config.environment.credit),
+        ("environment.credit", None if config.sessions.enabled else config.environment.credit),
         ("evaluation.every", config.evaluation.every),
     ):
         yield (
@@ -150,11 +152,15 @@ def _check_shaping(spec: EnvironmentSpec) -> None:
         from recipe.atropos.algorithm.reward_bridge import parse_bridge  # imported here: few runs have a bridge
 
         parse_bridge(dict(spec.reward_bridge), f"{spec.key}.reward_bridge")
-    if spec.credit is not None:
+    _check_credit(spec.key, spec.credit, spec.python)
+
+
+def _check_credit(key: str, given: Mapping[str, Any] | None, python: str | None = None) -> None:
+    if given is not None:
         from recipe.atropos.credit.group import Credit
 
-        credit = Credit.parse(dict(spec.credit), f"{spec.key}.credit")
-        if spec.python is None:  # else its own interpreter has the function
+        credit = Credit.parse(dict(given), f"{key}.credit")
+        if python is None:  # else its own interpreter has the function
             credit.function()
 
 

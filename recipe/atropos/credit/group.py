@@ -8,10 +8,12 @@ trainer: it writes the group's ``advantages``. The launcher does the same for an
 - ``turn_states``: for each sequence what it calls the state before each turn; without it, the tokens before it;
 - ``raw_scores``: the environment's own, where a reward bridge has shaped the scores; read by ``outcome_gate``;
 - ``trajectory``: sequences of one number are one episode, whose turns are those of all of them, in order;
+- ``turn_numbers``: for each sequence the place of each of its turns in its episode, where that is another order;
 - ``branches``: for each sequence null, or [of which sequence, after how many of its turns] it goes on; their turns come
   first in it, and are not trained again.
 
-A turn is a run of trained tokens. A token that is not trained has advantage 0.
+A turn is a run of trained tokens. A token that is not trained has advantage 0. The group then says by which rule it was
+given, in ``credit`` of its ``group_overrides``.
 """
 
 import pkgutil
@@ -70,6 +72,12 @@ class Credit(BaseModel):
             raise ConfigurationError(f"{key}.spans={credit.spans}: parts of turns need {key}.values, a function")
         return credit
 
+    @property
+    def rule(self) -> str:
+        """What a reader of advantages needs to know: the spans, lambda, and what differs from the defaults."""
+        shown = {"spans": self.spans, "lam": self.lam} | self.model_dump(exclude_defaults=True)
+        return " ".join(f"{name}={value}" for name, value in shown.items())
+
     def function(self) -> Values | None:
         """Return the function that ``values`` names. Raises CreditError if there is none."""
         try:
@@ -91,7 +99,7 @@ class Decision(NamedTuple):
 
 
 def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, item: Any = None) -> None:
-    """Write the ``advantages`` of a group, a list of floats for each sequence, one for each token.
+    """Write the ``advantages`` of a group, a list of floats for each sequence, one for each token, and their rule.
 
     ``tokenizer`` is needed for ``spans`` other than turns, and for ``values``, which is given ``item`` and an episode's
     text from the end of the prompt to the next decision, what the environment said after this one included.
@@ -107,6 +115,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     if not found or (credit.outcome_gate and len(set(raw)) == 1):
         group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
         return
+    if "turn_numbers" in _overrides(group):
+        found.sort(key=lambda one: _of_turn(group, "turn_numbers", one))
     parents = _parents(found, group)
     outcomes = np.full(len(found), np.nan)
     for i in set(range(len(found))) - {*parents.tolist()}:
@@ -122,6 +132,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value
     group["advantages"] = [row.tolist() for row in rows]
+    rule = credit.rule if values is not None else f"{credit.rule} without values"
+    group["group_overrides"] = _overrides(group) | {"credit": rule}
 
 
 def _overrides(group: dict[str, Any]) -> dict[str, Any]:
@@ -197,8 +209,8 @@ def _values(
         if function is None:
             values[i] = _of_turn(group, "turn_values", one)
             continue
-        following, tokens = found[i + 1 : i + 2], group["tokens"][one.sequence]
-        end = following[0].start if following and following[0].sequence == one.sequence else len(tokens)
+        tokens = group["tokens"][one.sequence]
+        end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
         text = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
         try:
             values[i] = function(item, text)

@@ -5,8 +5,8 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 
 - ``command``: a program in a folder of its own, with the item as JSON in ``$ATROPOS_ITEM``; the address and the
   session's key are in ``$OPENAI_BASE_URL`` and ``$OPENAI_API_KEY``, and in the same of ``$ANTHROPIC_``. The reward is
-  the last line that it prints that holds one, a number or a mapping with ``reward`` (and ``metrics``, if it likes) as
-  JSON, or what ``score`` returns, ``MODULE:function(item, output)``, called in a thread.
+  the last line that it prints that holds one, a number or a mapping with ``reward`` (and ``metrics`` and
+  ``turn_values``, if it likes) as JSON, or what ``score`` returns, ``MODULE:function(item, output)``, in a thread.
 - ``agent``: ``MODULE:function``, an async ``agent(item, base_url, api_key)`` that returns the reward; OpenAI's clients
   want ``base_url`` with ``/v1``.
 
@@ -167,8 +167,7 @@ class ProgramEnv(ItemsEnv):
                         result = await _function("agent", config.agent)(item, opened.base_url, opened.api_key)
                     else:
                         result = await self._execute(item, opened)
-                reward, metrics = read_reward(result)
-                ended = {"reward": reward, "metrics": metrics}
+                return await self._sessions.end(opened.id, **read_reward(result))
             except TimeoutError:
                 ended = {"end": "seconds"}
             except Exception as error:
@@ -238,22 +237,21 @@ class ProgramEnv(ItemsEnv):
         return {"eval/reward": sum(scores) / len(scores), "eval/failed": len(samples) - len(scores)}
 
 
-def read_reward(result: Any) -> tuple[float, dict[str, float]]:
-    """Return reward and metrics, given as a number, a mapping, or JSON of one of them; metrics that are no finite
-    numbers are left out.
+def read_reward(result: Any) -> dict[str, Any]:
+    """Return ``reward``, ``metrics`` and ``turn_values``, given as a number, a mapping, or JSON of one of them; metrics
+    that are no finite numbers are left out, ``turn_values``, None if there are none, are checked by the session server.
 
     Raises:
         SessionFailed: there is no reward, or it is not a finite number.
     """
     found = json.loads(result) if isinstance(result, str) and _holds_reward(result) else result
-    metrics: dict[str, float] = {}
-    if isinstance(found, dict):
-        given = found.get("metrics")
-        found, given = found.get("reward"), given if isinstance(given, dict) else {}
-        metrics = {str(name): float(value) for name, value in given.items() if _is_finite(value)}
-    if not _is_finite(found):
+    fields = found if isinstance(found, dict) else {"reward": found}
+    if not _is_finite(fields.get("reward")):
         raise SessionFailed("no_reward")
-    return float(found), metrics
+    given = fields.get("metrics")
+    given = given if isinstance(given, dict) else {}
+    metrics = {str(name): float(value) for name, value in given.items() if _is_finite(value)}
+    return {"reward": float(fields["reward"]), "metrics": metrics, "turn_values": fields.get("turn_values")}
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,8 +1,11 @@
 """The run's session server, by which programs sample from the policy; see ``recipe.atropos.sessions``."""
 
+import json
 import sys
 from functools import partial
 from urllib.parse import urlsplit
+
+from omegaconf import OmegaConf
 
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, serves
@@ -35,6 +38,7 @@ def session_command(run: Run, inference: Inference, api_url: str) -> list[str] |
         return None
     port = sessions.port or free_port(host)
     run.sessions_url = f"http://{reachable(host)}:{port}"
+    credit = None if run.plan.specs else OmegaConf.to_container(run.config.environment).get("credit")  # else is theirs
     options = {
         "host": host,
         "port": port,
@@ -46,6 +50,7 @@ def session_command(run: Run, inference: Inference, api_url: str) -> list[str] |
         "renderer": sessions.renderer,
         "tool-parser": sessions.tool_parser,
         "thinking": sessions.thinking,
+        "credit": credit and json.dumps(credit),
     }
     flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
     return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]

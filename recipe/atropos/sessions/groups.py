@@ -3,6 +3,7 @@
 - ``POST /groups`` takes the ticket, so it waits while the queue is ahead of the trainer, and opens the sessions.
 - A session that ends without a reward is repeated once: the answer to its end has the new one as ``again``. If that
   fails too, it is left out of the group.
+- With a rule of credit its tokens have advantages, as those of an environment that the launcher starts.
 - The group is posted when its last session has ended, under a key that is stored with it: once, whatever is killed.
   One without rewards, or with equal ones, releases its ticket.
 """
@@ -13,14 +14,17 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 
+from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.sessions.messages import RequestError
 from recipe.atropos.sessions.session import Session, SessionOptions
-from recipe.atropos.sessions.store import DamagedTurn, Store
+from recipe.atropos.sessions.store import Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ class Group(msgspec.Struct):
 
 class Groups:
     """The open groups. ``open_session`` opens one with fields of a ``State``, ``load`` returns one by its id,
-    ``forget`` frees its memory.
+    ``forget`` frees its memory. ``credit``, if it is given, needs ``tokenizer``.
     """
 
     def __init__(
@@ -61,7 +65,10 @@ class Groups:
         open_session: Callable[..., Session],
         load: Callable[[str], Session],
         forget: Callable[[Session], None],
+        credit: Credit | None = None,
+        tokenizer: Any = None,
     ):
+        self._credit = None if credit is None else partial(add_credit, credit=credit, tokenizer=tokenizer)
         self._store, self._api, self._open_session, self._load, self._forget = store, api, open_session, load, forget
         self._groups = {group.id: group for group in map(_decode, store.groups())}
         self._env_ids = {group.request.env: group.env_id for group in self._groups.values()}
@@ -155,7 +162,9 @@ class Groups:
                 for group in list(self._groups.values()):
                     try:
                         await self._look(group)
-                    except (DamagedTurn, RequestError) as error:  # this group alone cannot be read
+                    except TrajectoryApiError:
+                        raise
+                    except Exception as error:  # this group alone cannot be read, or be given credit
                         logger.error("group %s is given up: %s", group.id, error)
                         await self._close(group, Reason.NO_GROUP)
                 for env_id in {group.env_id for group in self._groups.values()}:
@@ -178,6 +187,8 @@ class Groups:
         if len({session.state.reward for session in kept}) > 1:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
             made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
+            if self._credit is not None:
+                await asyncio.to_thread(self._credit, made, item=group.request.item)
             reason = None
             try:
                 await self._api.post_groups([made], group.ticket, group.id)

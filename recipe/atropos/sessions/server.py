@@ -31,6 +31,7 @@ import msgspec
 from aiohttp import hdrs, web
 from transformers import AutoTokenizer
 
+from recipe.atropos.credit.group import Credit
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
@@ -59,7 +60,9 @@ def session_key(identifier: str, key: str) -> str:
 
 
 class Ended(Strict):
-    """The body of ``POST /sessions/ID/reward``. Without a reward the session failed, as ``end`` says."""
+    """The body of ``POST /sessions/ID/reward``. Without a reward the session failed, as ``end`` says. ``turn_values``:
+    what was reached after each of its turns, in the order in which they were answered.
+    """
 
     reward: float | None = None
     metrics: dict[str, float] = {}
@@ -79,10 +82,11 @@ class SessionServer:
         key: str,
         model: str,
         api: TrajectoryApiClient,
+        credit: Credit | None = None,
     ):
         self.store, self.rendering, self.client, self.model = store, rendering, client, model
         self._key, self._api = key, api
-        self._groups = Groups(store, api, self._open, self._loaded, self._forget)
+        self._groups = Groups(store, api, self._open, self._loaded, self._forget, credit, rendering.tokenizer)
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -183,6 +187,9 @@ class SessionServer:
     async def reward(self, request: web.Request) -> web.Response:
         """End a session; the same reward again changes nothing."""
         session, ended = self._loaded(request.match_info["id"]), _decoded(await request.read(), Ended)
+        values, turns = ended.turn_values, len(session.tree.turns)
+        if values is not None and len(values) != turns:
+            raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
         result = msgspec.structs.asdict(ended) | {"end": end}
         session.finish(**result)
@@ -312,6 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--renderer", default="auto", help="a name of the package renderers, or default")
     parser.add_argument("--tool-parser", help="format of tool calls, where the chat template is used: qwen3, ...")
     parser.add_argument("--thinking", choices=("kept", "as_template"), default="kept")
+    parser.add_argument("--credit", type=Credit.model_validate_json, help="rule for groups, as JSON; credit/group.py")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     key = os.environ[API_KEY_VARIABLE]
@@ -320,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     client = SGLangClient(options.gateway, key, own=True)
     api = TrajectoryApiClient(options.api, key)
-    server = SessionServer(Store(options.data), rendering, client, key, options.model, api)
+    server = SessionServer(Store(options.data), rendering, client, key, options.model, api, options.credit)
     given = inherited_socket()
     where = {"sock": given} if given else {"host": options.host, "port": options.port}
     web.run_app(

@@ -287,9 +287,10 @@ class Session:
 
     def rows(self) -> dict[str, Any]:
         """Return the leaves as lists over rows, named as in a scored group: ``tokens``, ``masks`` and
-        ``inference_logprobs``, (L,) each, ``policy_version_min`` and ``_max``, and ``sampling_params``.
+        ``inference_logprobs``, (L,) each, ``policy_version_min`` and ``_max``, ``sampling_params``, and for each run
+        of trained tokens ``turn_numbers`` and ``turn_values``, which is None if the session has none.
         """
-        leaves = list(self.tree.leaves())
+        leaves, values = list(self.tree.leaves()), self.state.turn_values
         return {
             "tokens": [leaf.tokens.tolist() for leaf in leaves],
             "masks": [leaf.masks.tolist() for leaf in leaves],
@@ -297,6 +298,8 @@ class Session:
             "policy_version_min": [leaf.versions[0] for leaf in leaves],
             "policy_version_max": [leaf.versions[1] for leaf in leaves],
             "sampling_params": [[params.to_mapping() for params in leaf.sampling] for leaf in leaves],
+            "turn_numbers": [[turn.number for turn in leaf.spans] for leaf in leaves],
+            "turn_values": [values and [values[turn.number] for turn in leaf.spans] for leaf in leaves],
         }
 
     def summary(self) -> dict[str, Any]:

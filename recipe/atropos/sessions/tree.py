@@ -104,6 +104,12 @@ class Leaf:
         return min(oldest for oldest, _ in known), max(newest for _, newest in known)
 
     @property
+    def spans(self) -> list[Turn]:
+        """The last turn of each run of trained tokens; where nothing was added, a turn goes on with the one before."""
+        goes_on = [len(turn.added) == 0 for turn in self.turns[1:]]
+        return [turn for turn, more in zip(self.turns, [*goes_on, False], strict=True) if not more]
+
+    @property
     def sampling(self) -> list[SamplingParams]:
         """The distinct parameters that the trained tokens were sampled with."""
         return list(dict.fromkeys(turn.sampling for turn in self.turns))

@@ -86,7 +86,11 @@ def test_dry_run_prints_the_session_server_of_programs(planned, tmp_path):
     targets = {name: spec.target for name, spec in others.plan.specs.items()}
     assert targets == {"a": "recipe.atropos.environments.program", "b": "recipe.atropos.environments.gsm8k"}
     assert "sessions" in service_commands(others) and "sessions" not in service_commands(planned())
-    assert "sessions" in service_commands(planned("sessions.enabled=true"))
+    given = ["sessions.enabled=true", "environment.credit={lam: 0.25}"]
+    own, joined = (
+        service_commands(planned(*given, *more))["sessions"][0] for more in ([], ["environment.target=null"])
+    )
+    assert '--credit={"lam": 0.25}' in joined and not any(flag.startswith("--credit") for flag in own)
 
 
 def test_dry_run_shows_no_secret_and_starts_nothing(planned, tmp_path):

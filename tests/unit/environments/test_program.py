@@ -55,7 +55,7 @@ def printed(command):
     """The reward of a command, which needs no server."""
     env = object.__new__(ProgramEnv)
     env.config = ProgramEnvConfig(command=command)
-    return read_reward(asyncio.run(env._execute(1, Opened("s", "http://127.0.0.1:1", "key"))))[0]
+    return read_reward(asyncio.run(env._execute(1, Opened("s", "http://127.0.0.1:1", "key"))))["reward"]
 
 
 def test_program_counts_calls_of_tools_and_repeats(tmp_path, monkeypatch):
@@ -112,12 +112,13 @@ def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     ("result", "expected"),
     [
         ({"reward": 1, "metrics": {"a": "x", "b": None, "c": float("nan"), "d": 2, "e": 10**400}}, (1.0, {"d": 2.0})),
-        ('{"reward": 0.5, "metrics": ["a"]}', (0.5, {})),
+        ('{"reward": 0.5, "metrics": ["a"], "turn_values": [0.5]}', (0.5, {}, [0.5])),
         ("2", (2.0, {})),
     ],
 )
 def test_program_metrics_that_are_no_numbers_are_left_out(result, expected):
-    assert read_reward(result) == expected
+    reward, metrics, *values = expected
+    assert read_reward(result) == {"reward": reward, "metrics": metrics, "turn_values": (values or [None])[0]}
 
 
 @pytest.mark.parametrize("result", [None, "true", "NaN", 10**400, {"metrics": {}}, "[1]", float("inf")])

@@ -84,12 +84,18 @@ def test_control_key_is_not_what_joining_commands_show(tmp_path, monkeypatch, ca
     [
         ("environment.args.seed=3", "environment.args={'seed': 3} has no effect with environment.target=null"),
         ("evaluation.every=5", "evaluation.every=5 has no effect with environment.target=null"),
+        ("environment.credit={lam: 0.5}", "environment.credit={'lam': 0.5} has no effect with environment.target=null"),
+        ("environment.credit={lam: 5}", "environment.credit.lam=5: Input should be less than or equal to 1"),
         ("environments.one.args.seed=3", "environments.one.target is not set"),
     ],
 )
 def test_join_refuses_settings_of_no_environment(override, told):
     with pytest.raises(ConfigurationError, match=re.escape(told)):
         check_config(config(override))
+
+
+def test_join_takes_credit_for_groups_of_sessions():
+    check_config(config("environment.credit={lam: 0.5}", "sessions.enabled=true"))
 
 
 def test_join_needs_a_key_that_somebody_can_know(monkeypatch):

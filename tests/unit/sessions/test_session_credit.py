@@ -1,0 +1,134 @@
+"""Values that a program gives for its turns, from its reward to the advantages of the group that is sent."""
+
+import asyncio
+import json
+
+import numpy as np
+import orjson
+import pytest
+from openai import AsyncOpenAI
+
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.credit.rules import Decisions, advantages
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
+
+VALUES = [[0.25, 0.5, 0.25, 0.75, 9.0], [0.0, 0.5, 1.0, 0.25, 9.0]]
+REWARDS = [1.0, 0.0]
+pytestmark = pytest.mark.timeout(120)
+
+
+async def delegates(item, base_url, api_key):
+    """Asks, lets a second agent take two turns, goes on, and then again after it changed its first message."""
+    client, tried = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key), len(item["tried"])
+    item["tried"].append(api_key)
+
+    async def ask(messages):
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        return [*messages, reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and"}]
+
+    first = await ask([{"role": "user", "content": "sum"}])
+    await ask(await ask([{"role": "user", "content": "result"}]))
+    first = await ask(first)
+    await ask([{"role": "user", "content": "no"}, *first[1:]])
+    return {"reward": REWARDS[tried % 2], "turn_values": VALUES[tried % 2][: item.get("values", 5)]}
+
+
+@pytest.fixture
+def sent(tmp_path, monkeypatch):
+    """A function that returns what the adapter sends of a group of two sessions, the policy, and the counts."""
+
+    def send(**item):
+        monkeypatch.setenv(API_KEY_VARIABLE, Sessions.KEY)
+        tokenizer, items = chat_tokenizer(), tmp_path / "items.jsonl"
+        tokenizer.save_pretrained(tmp_path / "model")
+        items.write_text(f"{json.dumps(item)}\n" * 2)
+        _, [handle] = ProgramEnv.config_init()
+        handle.model_name = str(tmp_path / "model")
+        settings = AdapterSettings(credit=json.dumps({"lam": 0.0}))
+        with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=[f"{n} is the sum" for n in range(40)])) as sessions:
+            config = ProgramEnvConfig(
+                tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
+                use_wandb=False, parallel=1, agent=f"{__name__}:delegates",
+                data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
+            )  # fmt: skip
+            env = adapt(ProgramEnv, settings=settings)(config, [handle], slurm=False)
+
+            async def collect():
+                await env.setup()
+                item = (await env.get_next_item()) | {"tried": []}
+                try:
+                    group, _ = await env.collect_trajectories(item)
+                    if group is not None:
+                        await env.handle_send_to_api(group, item, do_send_to_api=False)
+                finally:
+                    await env._sessions.__aexit__()
+
+            asyncio.run(collect())
+            env.jsonl_writer._fp.flush()
+        groups = [orjson.loads(line) for line in (tmp_path / "sent.jsonl").read_bytes().splitlines()]
+        return groups, sessions.policy, env.report.counts
+
+    return send
+
+
+def test_credit_of_sessions_comes_through_the_adapter(sent):
+    """Each sampled token has its turn's advantage in one row; turns follow each other as they were made."""
+    [group], policy, _ = sent()
+    overrides = group["group_overrides"]
+    assert overrides["credit"] == "spans=turns lam=0.0" and overrides["trajectory"] == [0, 0, 0, 1, 1, 1]
+    assert overrides["turn_numbers"][:3] == [[1, 2], [0, 3], [4]]
+    found = {}
+    for logprobs, masks, values in zip(group["inference_logprobs"], group["masks"], group["advantages"], strict=True):
+        for logprob, mask, value in zip(logprobs, masks, values, strict=True):
+            assert mask != -100 or value == 0.0
+            if mask != -100:
+                assert logprob not in found, "credited twice"
+                found[logprob] = value
+    assert len(found) == sum(len(tokens) for _, tokens, _ in policy.sampled)
+    outcomes = np.full((2, 5), np.nan)
+    outcomes[:, -1] = REWARDS
+    chains = np.array([[-1, 0, 1, 2, 3], [-1, 5, 6, 7, 8]])
+    states = [str(prompt) for prompt, _, _ in policy.sampled]
+    expected = advantages(Decisions(chains.ravel(), outcomes.ravel(), np.ravel(VALUES), states), lam=0.0)
+    assert np.abs(expected).min() > 0
+    for (_, _, logprobs), value in zip(policy.sampled, expected, strict=True):
+        assert [found[logprob] for logprob in logprobs] == pytest.approx([value] * len(logprobs))
+
+
+def test_credit_of_too_few_values_fails_a_session(sent):
+    groups, _, counts = sent(values=4)
+    assert groups == [] and counts["sessions/failed/SessionError"] == 4 and counts["sessions/left_out"] == 2
+
+
+@pytest.fixture(scope="module")
+def sessions(tmp_path_factory):
+    with Sessions(tmp_path_factory.mktemp("sessions"), ScriptedPolicy(chat_tokenizer())) as sessions:
+        yield sessions
+
+
+def test_session_turn_values_have_one_for_each_turn(sessions):
+    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
+    path = f"/sessions/{opened['id']}/reward"
+    sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
+    for values in ([], [0.5, 0.5]):
+        status, answer = sessions.call("POST", path, {"reward": 1.0, "turn_values": values})
+        message = f"turn_values has {len(values)} values; give 1, one for each turn of the session"
+        assert (status, answer["error"]["message"]) == (400, message)
+    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["end"] is None
+    assert sessions.call("POST", path, {"reward": 1.0, "turn_values": [0.5]})[0] == 200
+    assert sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["turn_values"] == [[0.5]]
+
+
+def test_session_turns_without_a_token_between_have_one_value(sessions):
+    """They are one run of trained tokens: what was reached after the last counts."""
+    opened, ids = sessions.open(), sessions.policy.tokenizer.encode("12 and 7")
+    for more in ([], [], sessions.policy.tokenizer.encode(" no")):
+        body = {"token_ids": ids + more, "sampling_params": {"max_tokens": 9}}
+        answer = sessions.call("POST", "/inference/v1/generate", body, opened["api_key"])[1]
+        ids += [*more, *answer["choices"][0]["token_ids"]]
+    sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0, "turn_values": [0.1, 0.2, 0.3]})
+    rows = sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]
+    assert rows["tokens"] == [ids] and rows["turn_values"] == [[0.2, 0.3]] and rows["turn_numbers"] == [[1, 2]]
