@@ -18,7 +18,10 @@ COMMANDS = {
     ),
     "replay": ("commands.replay", "train on recorded batches again, without servers, and compare the weights"),
     "plan": ("commands.plan", "print the memory that a configuration needs of each GPU, and what does not fit"),
-    "credit": ("credit.microscope", "predict what advantages for each turn save, on a task small enough to enumerate"),
+    "credit": (
+        "commands.credit",
+        "predict what advantages for each turn save, or measure it on a recorded step (--run)",
+    ),
     "verify-env": ("commands.verify_env", "roll out one group with a real server, and show what each side saw"),
     "doctor": ("commands.doctor", "check this machine's installation, without starting anything"),
 }

@@ -86,6 +86,7 @@ def test_a_healthy_run_is_drawn_without_an_alarm(tmp_path, shown):
     paths = re.findall(r'<path d="M[^"]{20,}"', document)
     assert len(paths) >= 10 and "NaN" not in document and "undefined" not in document
     assert len(re.findall(r'<article class="sample">', document)) == 12
+    assert "advantages: GRPO" in text_of(document, "samples")
     assert re.search(r'<span class="token" style="background: rgba\(var\(--(up|down)\)', document)
 
 

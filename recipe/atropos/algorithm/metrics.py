@@ -20,7 +20,8 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
       token on, including environment tokens between turns;
     - ``groups``, their number; ``zero_signal_groups`` and ``zero_signal_share``, the number and share of groups whose
       advantages are all 0 (before normalization, which would shift them);
-    - ``num_environments``, overall only.
+    - ``num_environments``, overall only;
+    - ``credit/last_turn_share`` and ``credit/outcome_correlation``, of rows with a rule of credit: ``credit_metrics``.
     """
     named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)
     names = np.array([environment_name(*pair) for pair in named])
@@ -34,6 +35,8 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     first = np.zeros(len(rows), dtype=bool)  # of the rows of a trajectory
     first[np.unique(trajectories_of(rows), return_index=True)[1]] = True
 
+    credited = np.array([rule is not None for rule in rows.non_tensor_batch["credit"]])
+
     def describe(chosen: np.ndarray) -> dict[str, float]:
         all_groups, with_signal = set(groups[chosen]), set(groups[chosen & signal])
         silent = len(all_groups) - len(with_signal)
@@ -46,6 +49,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
             "groups": float(len(all_groups)),
             "zero_signal_groups": float(silent),
             "zero_signal_share": silent / len(all_groups),
+            **credit_metrics(rows, chosen & credited),
         }
 
     environments = sorted(set(names))
@@ -53,6 +57,31 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     metrics["atropos/num_environments"] = float(len(environments))
     for name in environments:
         metrics |= {f"atropos/{name}/{key}": value for key, value in describe(names == name).items()}
+    return metrics
+
+
+def credit_metrics(rows: DataProto, chosen: np.ndarray) -> dict[str, float]:
+    """Return how credit is spread over the rows that are ``chosen``, (B,) bool; nothing where it is not defined.
+
+    - ``credit/last_turn_share``: the part of the sum of absolute advantages that is on trajectories' last turns; that
+      of outcome GRPO is about their share of tokens, and where it is near 1 the values say nothing;
+    - ``credit/outcome_correlation``: of a row's mean advantage with its score less the mean of its group: values that
+      contradict outcomes lower it; that of outcome GRPO is near 1.
+    """
+    trained = rows.batch["response_mask"].bool().numpy()
+    advantages = np.where(trained, rows.batch["advantages"].numpy(), 0.0)
+    sampled = rows.batch.get("sampled_mask", rows.batch["response_mask"]).bool().numpy()  # before any rejection
+    turns = (np.diff(sampled, axis=-1, prepend=False) & sampled).cumsum(-1)  # of each token, and last, their number
+    last_rows = np.isin(np.arange(len(rows)), [*{t: i for i, t in enumerate(trajectories_of(rows))}.values()])
+    ends = (turns == turns[:, -1:]) & last_rows[:, None]
+    sizes, metrics = np.abs(advantages[chosen]), {}
+    if sizes.any():
+        metrics["credit/last_turn_share"] = float(sizes[ends[chosen]].sum() / sizes.sum())
+    scores, groups = rows.batch["token_level_scores"].sum(-1).numpy()[chosen], rows.non_tensor_batch["uid"][chosen]
+    outcomes = np.array([score - scores[groups == group].mean() for score, group in zip(scores, groups, strict=True)])
+    means = advantages[chosen].sum(-1) / trained[chosen].sum(-1).clip(1)
+    if len(means) and np.std(means) > 0 and np.std(outcomes) > 0:
+        metrics["credit/outcome_correlation"] = float(np.corrcoef(means, outcomes)[0, 1])
     return metrics
 
 

@@ -58,7 +58,7 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
 
     from recipe.atropos.config.compose import load_recorded
     from recipe.atropos.data.rows import environment_name
-    from recipe.atropos.report.token_view import find_row, rows_of_step, tokens_of_row
+    from recipe.atropos.report.token_view import find_row, origin_of_advantages, rows_of_step, tokens_of_row
 
     config = load_recorded(files.config)
     config.run.dir = str(files.path)
@@ -75,7 +75,8 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
     console.print(
         f"step {step}, group {group}, sequence {sequence} of {environment}: "
         f"score {rows.batch['token_level_scores'][row].sum():g}, {len(tokens)} tokens, {len(trained)} trained, "
-        f"largest advantage {largest:.3g}, weight versions {versions}",
+        f"largest advantage {largest:.3g}, weight versions {versions}; "
+        f"advantages: {origin_of_advantages(config, rows, row)}",
         markup=False,
     )
     legend = Text("grey: not trained on; green / red: advantage above / below 0; underlined: logprob under ")

@@ -10,7 +10,8 @@ skill, and for the end. So its success and the gradient of it are known exactly,
 - to 80%: the sampled decisions until the success is 0.8, as a ratio to outcome GRPO's, trained with Adam on one group
   for each update, each rule with the best of three learning rates; "-" if none gets there.
 
-All decisions that are sampled count, those of branches too.
+All decisions that are sampled count, those of branches too. With ``--run NAME`` the command measures the gradient of a
+recorded step instead (``--run NAME --help``).
 """
 
 import argparse

@@ -52,9 +52,9 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
       as verl's engine expects: position t holds the teacher's prediction for t + 1; NO_TEACHER where there is none;
 
     and with these (B,) arrays: objects ``uid``, ``env_id``, ``env_name``, ``policy_version_min``,
-    ``policy_version_max`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow`` of the row's
-    group), ``trajectory`` and ``dropped_trajectories``; float ``raw_score`` (the environment's own score, equal to the
-    score unless a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``,
+    ``policy_version_max``, ``credit`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow``
+    of the row's group), ``trajectory`` and ``dropped_trajectories``; float ``raw_score`` (the environment's own score,
+    equal to the score unless a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``,
     ``has_teacher``, ``zero_advantage``.
 
     Raises:
@@ -141,6 +141,7 @@ def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
         "policy_version_min": _objects([oldest for oldest, _ in versions]),
         "policy_version_max": _objects([newest for _, newest in versions]),
         "sampling": _objects(column("sampling")),
+        "credit": _objects(column("credit")),
         "dropped": _objects(column("dropped", ())),
         "trajectory": _objects(column("trajectory")),
         "dropped_trajectories": _objects(column("dropped_trajectories", ())),

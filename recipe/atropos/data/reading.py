@@ -253,6 +253,7 @@ def _read_row(
         sampling=_sampling(group, i),
         log_probs=log_probs,
         advantages=_masked(advantages, first, end, mask),
+        credit=None if advantages is None else group.group_overrides.get("credit"),
         ref_log_probs=ref_log_probs,
         teacher_ids=teacher_ids,
         teacher_log_probs=teacher_log_probs,

@@ -131,6 +131,7 @@ class Row:
     ``log_probs`` is None if a trained token lacks a valid one; ``advantages``, ``ref_log_probs`` and the teacher's
     top-k are None if the environment sent none. ``versions`` is the (oldest, newest) weight version among the trained
     tokens, None if unknown. ``raw_score`` is the score before a reward bridge shaped it, None if none did.
+    ``credit`` is the rule that made ``advantages``, None if the environment did not say one.
     ``sampling`` holds the distinct parameters that its trained tokens were sampled with, None if unknown.
     ``dropped`` holds the rows that were dropped from the same group.
 
@@ -150,6 +151,7 @@ class Row:
     sampling: Sampled = None
     log_probs: np.ndarray | None = None  # (R_i,) float32
     advantages: np.ndarray | None = None  # (R_i,) float32
+    credit: str | None = None
     ref_log_probs: np.ndarray | None = None  # (R_i,) float32
     teacher_ids: np.ndarray | None = None  # (R_i, K) int64: the teacher's most likely tokens at this position
     teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on

@@ -71,7 +71,7 @@ function card(row, prompt, by, largest, query, best) {
   return el("article", { class: "sample" },
     el("div", { class: "facts" }, el("b", {}, `step ${row.step}`), score,
       row.raw !== null && row.raw !== row.score && el("span", {}, `raw score ${number(row.raw)}`),
-      [row.environment, `group ${row.group}`, versions(row.versions) + behind, row.length && `${row.length} tokens`].filter(Boolean).map((text) => el("span", {}, text))),
+      [row.environment, `group ${row.group}`, versions(row.versions) + behind, row.length && `${row.length} tokens`, row.origin && `advantages: ${row.origin}`].filter(Boolean).map((text) => el("span", {}, text))),
     el("details", { open: prompt.length < 400 }, el("summary", {}, "prompt"), el("pre", { class: "prompt" }, found(prompt, query))),
     answer(row, by, largest, query), el("p", { class: "about uncolored" }, query ? null : uncolored(row, by)), row.pieces && tokenTable(row));
 }

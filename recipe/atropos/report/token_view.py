@@ -57,6 +57,14 @@ def batch_of_step(run: RunDir, step: int) -> Batch:
     return read_batch(run.trajectories, int(numbers[step])).groups
 
 
+def origin_of_advantages(config: DictConfig, rows: DataProto, row: int) -> str:
+    """Return whence a row's advantages are: of credit, with its rule, of the environment, or of an estimator."""
+    name, others = config.algorithm.adv_estimator, rows.non_tensor_batch
+    if others["has_advantages"][row] and config.trainer.atropos.use_advantages and ESTIMATORS[name].token_advantages:
+        return "of the environment" if others["credit"][row] is None else f"credit, {others['credit'][row]}"
+    return name.removesuffix("_atropos").upper()
+
+
 def find_row(rows: DataProto, group: int, sequence: int) -> int:
     """Return the index of the row with trained sequence number ``sequence`` (from 0) of ``group``.
 
@@ -96,8 +104,9 @@ def token_columns(
 ) -> dict[tuple[int, int], dict[str, Any]]:
     """Return the response's tokens of rows recorded in ``rollouts/STEP.jsonl``, by (step, place in ``chosen[step]``).
 
-    Each row has parallel columns: ``pieces``, the texts; ``mask``, "1" where trained on; ``logprobs`` and
-    ``advantages``, null where there is none. Rows have at most ``of_a_row`` tokens, all of them together ``limit``.
+    Each row has the ``origin`` of its advantages, and parallel columns: ``pieces``, the texts; ``mask``, "1" where
+    trained on; ``logprobs`` and ``advantages``, null where there is none. Rows have at most ``of_a_row`` tokens, all of
+    them together ``limit``.
 
     Raises:
         DataSourceError: the batches are not there, or the estimator needs the model.
@@ -135,6 +144,7 @@ def token_columns(
             tokens = tokens[prompt:][: min(left, of_a_row)]
             left -= len(tokens)
             found[step, place] = {
+                "origin": origin_of_advantages(config, recorded, index),
                 "pieces": [token["text"] for token in tokens],
                 "mask": "".join("1" if token["trained"] else "0" for token in tokens),
                 "logprobs": [_short(token["logprob"]) for token in tokens],

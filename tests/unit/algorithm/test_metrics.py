@@ -25,6 +25,7 @@ def a_batch():
         "env_name": np.array(["a/b", "a/b", "a/b", None, None], dtype=object),
         "env_id": np.array([1, 1, 1, 7, 7], dtype=object),
         "raw_score": np.array([10.0, 30.0, 20.0, 50.0, 0.0]),
+        "credit": np.array([None] * 5, dtype=object),
         "uid": np.array(["0", "0", "1", "2", "2"], dtype=object),
         "has_signal": np.array([True, False, True, False, False]),
         "policy_version_min": np.array([4, 2, None, 4, 3], dtype=object),
@@ -49,6 +50,19 @@ def test_metrics_are_over_trained_tokens_rows_and_groups():
         wanted |= {f"atropos/{key}": of_all, f"atropos/a_b/{key}": of_named, f"atropos/env_7/{key}": of_other}
     assert found == pytest.approx(wanted)
     assert all(type(value) is float for value in found.values())
+
+
+def test_metrics_of_credit_by_hand():
+    """Of rows with a rule: row 0 has one turn, row 1 two, and is less rewarded than its score is above the other's."""
+    batch = a_batch()
+    batch.non_tensor_batch["credit"][:2] = "lam=0.5"
+    found = batch_metrics(batch)
+    for name in ("atropos", "atropos/a_b"):
+        assert found[f"{name}/credit/last_turn_share"] == pytest.approx((3 + 2) / 6)
+        assert found[f"{name}/credit/outcome_correlation"] == pytest.approx(-1.0)
+    assert not any("env_7/credit" in key for key in found)
+    batch.non_tensor_batch["trajectory"] = np.array([4, 4, None, None, None], dtype=object)
+    assert batch_metrics(batch)["atropos/credit/last_turn_share"] == pytest.approx(2 / 6), "of one trajectory"
 
 
 def test_metrics_of_a_batch_without_a_trained_token_are_finite():

@@ -58,6 +58,7 @@ def test_samples_have_tokens_with_mask_logprob_and_advantage(healthy):
         assert "".join(each["pieces"]) == each["answer"]
         assert len(each["mask"]) == len(each["logprobs"]) == len(each["advantages"]) == len(each["pieces"])
         assert set(each["mask"]) == {"1"} and max(each["logprobs"]) <= 0
+        assert each["origin"] == "GRPO"
         assert {advantage > 0 for advantage in each["advantages"]} == {each["score"] > 0}
 
 

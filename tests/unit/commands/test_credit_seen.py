@@ -1,0 +1,105 @@
+"""Who made the advantages of a recorded step, as ``inspect`` says, and how noisy the gradient is that they give."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from helpers.trainer import compose_config, random_group
+from recipe.atropos.commands import credit
+from recipe.atropos.commands.inspect import show
+from recipe.atropos.credit.group import Credit, add_credit
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.trajectory_api import records
+
+SCORES = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.5, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.fixture
+def recorded(tmp_path, model_path):
+    """A function that stores groups as a run's first step; returns the run."""
+
+    def store(groups, *overrides):
+        config = compose_config(f"actor_rollout_ref.model.path={model_path}", f"run.dir={tmp_path}", *overrides)
+        run = RunDir(tmp_path)
+        OmegaConf.save(config, run.config)
+        (tmp_path / "batches.jsonl").write_text(json.dumps({"number": 1, "batch": groups}))
+        records.import_(run.trajectories, tmp_path / "batches.jsonl")
+        run.metrics.write_text(json.dumps({"step": 1, "atropos/batch": 1}) + "\n")
+        return run
+
+    return store
+
+
+@pytest.fixture
+def groups():
+    """Of three words, so that the gradients of two groups are not orthogonal."""
+    rng = np.random.default_rng(0)
+    return [random_group(rng, 6, turns=3) | {"scores": scores} for scores in SCORES]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ["credit, spans=turns lam=0.25 gamma=0.5", "of the environment", "GRPO"]),
+        (["trainer.atropos.use_advantages=false"], ["GRPO"] * 3),
+        (["algorithm.adv_estimator=rloo"], ["RLOO"] * 3),
+    ],
+)
+def test_inspect_says_who_made_the_advantages(recorded, groups, overrides, told):
+    for group in groups[:2]:
+        group["group_overrides"] = {"turn_values": [[0.5, 0.25, 9]] * 4}
+        add_credit(group, Credit(lam=0.25, gamma=0.5))
+    del groups[1]["group_overrides"]["credit"]
+    run = recorded(groups, *overrides)
+    for number, expected in enumerate(told):
+        console = Console(width=400, file=io.StringIO(), record=True)
+        show(run, 1, number, 0, table=False, console=console)
+        assert f"; advantages: {expected}\n" in console.export_text()
+
+
+def gradient_noise(model_path, groups, advantages):
+    """The noise by its definition, from the lists that environments send; sampled at a temperature of 0.5."""
+    policy, found = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"), []
+    for group, of_group in zip(groups, advantages, strict=True):
+        total = 0.0
+        for tokens, masks, values in zip(group["tokens"], group["masks"], of_group, strict=True):
+            logits = policy(torch.tensor([tokens])).logits[0]
+            for t in range(1, len(tokens)):
+                if masks[t] != -100:
+                    total = total + values[t] * torch.distributions.Categorical(logits=2 * logits[t - 1]).log_prob(
+                        torch.tensor(tokens[t])
+                    )
+        parts = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True, materialize_grads=True)
+        found.append(np.concatenate([part.numpy().ravel() for part in parts]))
+    mean = np.mean(found, 0)
+    return np.var(found, axis=0, ddof=1).sum() / len(found) / (mean @ mean)
+
+
+def test_credit_of_a_run_measures_the_gradients_noise(recorded, groups, model_path, capsys):
+    for group, sign in zip(groups, (1, 1, -1), strict=True):
+        group["group_overrides"] = {"turn_values": [[0.5 * sign, 0.25, 9], [0.0, 0.5, 9], [0.25, 0, 9], [1, 0.75, 9]]}
+        add_credit(group, Credit(lam=0.0))
+    run = recorded(groups, "actor_rollout_ref.rollout.temperature=0.5")
+    assert credit.main([f"--run={run.path}", "--rows=11"]) == 0  # two groups of four
+    out = capsys.readouterr().out
+    assert f"step 1, 2 groups, policy {model_path};" in out
+    own, grpo, ratio = (float(number) for number in re.findall(r" {3}([\d.e+-]+)$", out, re.MULTILINE))
+    outcome = [
+        [[(score - np.mean(scores)) / np.std(scores, ddof=1)] * 200 for score in scores] for scores in SCORES[:2]
+    ]
+    assert own == pytest.approx(gradient_noise(model_path, groups[:2], [g["advantages"] for g in groups[:2]]), rel=1e-2)
+    assert grpo == pytest.approx(gradient_noise(model_path, groups[:2], outcome), rel=1e-2)
+    assert ratio == pytest.approx(own / grpo, rel=1e-2) and abs(ratio - 1) > 0.02
+
+
+def test_credit_of_a_run_needs_two_groups(recorded, groups):
+    run = recorded(groups)
+    with pytest.raises(SystemExit, match="--rows=7 holds 1 whole groups of step 1"):
+        credit.main([f"--run={run.path}", "--rows=7"])
