@@ -111,6 +111,7 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     if any(row is not None and len(row) for row in group.get("advantages") or ()):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
     found = list(_decisions(group, credit, tokenizer))
+    group["group_overrides"] = _overrides(group) | {"credit": credit.rule}
     raw = _overrides(group).get("raw_scores", group["scores"])
     if not found or (credit.outcome_gate and len(set(raw)) == 1):
         group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
@@ -132,8 +133,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value
     group["advantages"] = [row.tolist() for row in rows]
-    rule = credit.rule if values is not None else f"{credit.rule} without values"
-    group["group_overrides"] = _overrides(group) | {"credit": rule}
+    if values is None:
+        group["group_overrides"]["credit"] += ", without values"
 
 
 def _overrides(group: dict[str, Any]) -> dict[str, Any]:
