@@ -14,14 +14,19 @@ import orjson
 import pytest
 import torch
 from aiohttp import web
+from atroposlib.envs.base import APIServerConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.sglang import running_sglang
 from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
+from recipe.atropos.adapter.adapted_env import adapt
+from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.credit.group import CreditError
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
+from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig
 from recipe.atropos.environments.calculator_tool import answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
 from recipe.atropos.inference.sampled import versions_of
@@ -119,7 +124,7 @@ def until_the_next_version(server, seconds=60):
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """(policy, batches of each step, replies of the server, metrics): a run of two steps, with all that happened."""
+    """(policy, batches of each step, replies, metrics, server): a run of two steps, with all that happened."""
     folder = tmp_path_factory.mktemp("calculator")
     policy = folder / "policy"
     threads = torch.get_num_threads()
@@ -184,6 +189,7 @@ def trained(cluster, tmp_path_factory):
             batches,
             [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])],
             (read_metrics(folder / "run")),
+            server,
         )
 
 
@@ -197,7 +203,7 @@ def rows_of(groups):
 
 def test_calculator_trains_on_sampled_tokens_alone(trained):
     """Each token has the logprob and the version that the server gave it."""
-    _, batches, replies, metrics = trained
+    _, batches, replies, metrics, _ = trained
     sampled = {}
     for reply in replies:
         values, tokens = zip(*((v, t) for v, t, *_ in reply["meta_info"]["output_token_logprobs"]), strict=True)
@@ -235,7 +241,7 @@ def _each(found):
 
 def test_calculator_answers_stand_masked_between_the_turns(trained):
     """Each answer of the tool stands there once."""
-    policy, batches, _, _ = trained
+    policy, batches, *_ = trained
     tokenizer = AutoTokenizer.from_pretrained(policy)
     chats = {f"<|im_start|>user\n{row['question']}<|im_end|>\n<|im_start|>assistant\n" for row in PROBLEMS}
     errors = whole = 0
@@ -265,7 +271,7 @@ def test_calculator_answers_stand_masked_between_the_turns(trained):
 
 def test_calculator_logprobs_are_the_trainers(trained):
     """The trainer computes those that were posted, over whole conversations."""
-    policy, batches, _, metrics = trained
+    policy, batches, _, metrics, _ = trained
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     for tokens, masks, logprobs, versions in rows_of(batches[0]):
         assert versions == (0, 0)
@@ -280,3 +286,46 @@ def test_calculator_logprobs_are_the_trainers(trained):
     assert scores == {1.0, -1.0}
     lengths = [len(mask) - next(i for i, one in enumerate(mask) if one != -100) for mask in masks[: GROUPS * SIZE]]
     assert metrics[0]["atropos/response_length"] == pytest.approx(sum(lengths) / len(lengths))
+
+
+@pytest.mark.parametrize("credit", ['{"lam": 0.0}', None])
+def test_credit_of_a_turn_tree_that_was_sampled(trained, tmp_path, credit):
+    """Each sampled token is trained in one row; a branch begins with the tokens of its source; without credit, which
+    compares them, branches are refused."""
+    policy, *_, server = trained
+    settings = AdapterSettings(credit=credit)
+    config = CalculatorEnvConfig(
+        tokenizer_name=str(policy), group_size=SIZE, tree_roots=2, max_token_length=LENGTH, use_wandb=False,
+        dataset_name=SYNTHETIC_STEPS, train_size=9, eval_size=9, data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
+        ensure_scores_are_not_same=False, system_prompt="",
+    )  # fmt: skip
+    handle = APIServerConfig(
+        model_name=str(policy), base_url=f"{server}/v1", api_key="x", server_type="sglang", health_check=False
+    )
+    env = adapt(CalculatorEnv, settings=settings)(config, [handle], slurm=False)
+
+    async def collect():
+        await env.setup()
+        for item in PROBLEMS[:4]:
+            group, _ = await env.collect_trajectories(item)
+            await env.handle_send_to_api(group, item, do_send_to_api=False)
+
+    if credit is None:
+        with pytest.raises(CreditError, match="give environment.credit"):
+            asyncio.run(collect())
+        return
+    asyncio.run(collect())
+    env.jsonl_writer._fp.flush()
+    groups = [orjson.loads(line) for line in (tmp_path / "sent.jsonl").read_bytes().splitlines()]
+    assert len(groups) == 4
+    for group in groups:
+        branches, spans = group["group_overrides"]["branches"], [list(trained_spans(row)) for row in group["masks"]]
+        assert branches[:2] == [None, None] and any(branches[2:]) and len(branches) == SIZE
+        turns = [len(own) + (branch[1] if branch else 0) for own, branch in zip(spans, branches, strict=True)]
+        assert max(turns) <= TURNS
+        for tokens, own, branch in zip(group["tokens"], spans, branches, strict=True):
+            if branch is not None:
+                source, turn = branch
+                shared = group["tokens"][source][: spans[source][turn - 1][1]]
+                assert tokens[: len(shared)] == shared and own[0][0] > len(shared)
+    assert any(any(row) for group in groups for row in group["advantages"])

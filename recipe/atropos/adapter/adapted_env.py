@@ -27,8 +27,8 @@ from recipe.atropos.adapter.shaping import check_literals, dropped_by_environmen
 from recipe.atropos.adapter.teacher import TeacherFixes
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
 from recipe.atropos.algorithm.reward_bridge import RewardBridge
-from recipe.atropos.credit.group import add_credit
-from recipe.atropos.data.reasons import RefusedGroup
+from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, turns_of
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,12 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 numbers = trajectory_numbers(group["group_overrides"], len(group["scores"]))
                 self.report.observe("score", *dict(zip(numbers, group["scores"], strict=True)).values())
                 await self._shape(group)
+                turns = turns_of(group)
                 self._restore(group)
+                if turns != turns_of(group) and OF_TURNS & group["group_overrides"].keys():
+                    raise RefusedGroup(
+                        Reason.PARTIAL_REPLY, "a turn that group_overrides tells of was not sampled whole"
+                    )
                 self._credit(group, item)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)
             except RefusedGroup as refused:
@@ -131,6 +136,11 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     def _credit(self, group: dict[str, Any], item: Any) -> None:
         if self.adapter_settings.credit is None:
+            if "branches" in group["group_overrides"]:
+                self._failure = CreditError(
+                    "the environment sends branches: give environment.credit, which compares them"
+                )
+                raise self._failure
             return
         try:
             add_credit(group, self.adapter_settings.credit, self.tokenizer, item)

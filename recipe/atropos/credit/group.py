@@ -89,6 +89,9 @@ class Credit(BaseModel):
         return found
 
 
+OF_TURNS = {"turn_values", "turn_states", "turn_numbers", "branches"}  # overrides that count turns
+
+
 class Decision(NamedTuple):
     """A decision's trained tokens [start, end) of a sequence; ``turn`` counts the sequence's turns."""
 
@@ -128,13 +131,18 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
         states = [str(_of_turn(group, "turn_states", one)) for one in found]
     values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
     decisions = Decisions(parents, outcomes, values, states)
-    given = advantages(decisions, credit.gamma, credit.lam, credit.mix, credit.outcome_gate)
+    given = advantages(decisions, credit.gamma, credit.lam, credit.mix)
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value
     group["advantages"] = [row.tolist() for row in rows]
     if values is None:
         group["group_overrides"]["credit"] += ", without values"
+
+
+def turns_of(group: dict[str, Any]) -> list[int]:
+    """Return how many turns each sequence has."""
+    return [len(list(trained_spans(masks))) for masks in group["masks"]]
 
 
 def _overrides(group: dict[str, Any]) -> dict[str, Any]:
@@ -180,14 +188,22 @@ def _parents(found: Sequence[Decision], group: dict[str, Any]) -> np.ndarray:
 def _branch(group: dict[str, Any], sequence: int) -> tuple[int, int] | None:
     """Return the sequence that another one goes on with, and after how many of its turns."""
     branches = _overrides(group).get("branches")
-    return tuple(branches[sequence]) if branches and branches[sequence] else None
+    try:
+        if branches is None or branches[sequence] is None:
+            return None
+        source, turns = branches[sequence]
+        if not 0 <= source < sequence:  # so there is no circle
+            raise ValueError(f"{source} is no earlier sequence")
+    except (IndexError, TypeError, ValueError) as error:
+        raise CreditError(f"group_overrides.branches={branches}: sequence {sequence}: {error}") from error
+    return source, turns
 
 
 def _after_turn(found: Sequence[Decision], sequence: int, turns: int, group: dict[str, Any]) -> int:
     """Return the index of the decision with which a sequence's first ``turns`` turns end."""
     while (branch := _branch(group, sequence)) and branch[1] >= turns:
         sequence = branch[0]
-    ends = [i for i, one in enumerate(found) if one.sequence == sequence and one.turn < turns]
+    ends = [i for i, one in enumerate(found) if one.sequence == sequence and one.turn == turns - 1]
     if not ends:
         raise CreditError(f"group_overrides.branches: sequence {sequence} comes later, or has no {turns} turns")
     return ends[-1]

@@ -173,16 +173,7 @@ def outcome_advantages(group: Decisions) -> np.ndarray:
     return scaled(plain, weights(plain) * centered(plain, returns(plain)))
 
 
-def advantages(
-    group: Decisions, gamma: float = 1.0, lam: float = 0.0, mix: float = 0.0, outcome_gate: bool = False
-) -> np.ndarray:
-    """Return the advantages of a group's decisions, (D,).
-
-    ``mix`` is the share of outcome GRPO in them. With ``outcome_gate`` they are 0 where all outcomes are equal: no
-    check of what was reached, however shaped, is then followed where no episode was better than another.
-    """
-    ends = group.ends
-    if outcome_gate and np.ptp(group.outcomes[ends]) == 0:
-        return np.zeros(len(group.parents))
+def advantages(group: Decisions, gamma: float = 1.0, lam: float = 0.0, mix: float = 0.0) -> np.ndarray:
+    """Return the advantages of a group's decisions, (D,); ``mix`` is the share of outcome GRPO in them."""
     credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam)))
     return (1 - mix) * credit + mix * outcome_advantages(group) if mix else credit

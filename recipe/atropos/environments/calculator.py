@@ -8,16 +8,22 @@ A turn without a call is the last; its boxed answer scores +1 or -1. Guarantees,
 - The tool's replies, and the chat template's tokens around them, are masked. A malformed call gets an error message as
   its reply, and costs the policy a turn.
 - A turn truncated at its maximum length ends the conversation. A group is complete, or its error is raised.
+- With ``tree_roots`` a group is a turn tree: so many conversations begin at the problem, each other one goes on after a
+  turn of theirs, each turn that was not a last one as likely as the others. The tool's replies depend on the messages
+  alone, so a conversation can be taken up at any turn. ``environment.credit`` compares what follows the same turns.
 
 Problems come from the same sources as in ``gsm8k``; the preset ``calculator`` generates problems of several steps.
 """
 
 import asyncio
+import random
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.environments.calculator_tool import CALL, CLOSE, OPEN, answer, calculated
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
@@ -37,6 +43,9 @@ class CalculatorEnvConfig(GSM8kEnvConfig):
     max_turns: int = Field(8, ge=1, description="Of the policy, the one with the final answer included")
     tool_role: Literal["tool", "user"] = Field(
         "tool", description="Role of the calculator's answers; 'user' for chat templates without tools"
+    )
+    tree_roots: int | None = Field(
+        None, ge=1, description="Conversations of a group that begin at the problem, the others branch; by default all"
     )
 
 
@@ -71,20 +80,33 @@ class CalculatorEnv(GSM8kEnv):
         return answer(messages[-1]["content"])
 
     async def converse(self, problem: Row, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._conversation(problem, split)) for _ in range(n)]
-        conversations = [task.result() for task in tasks]
+        roots = min(n, self.config.tree_roots or n) if split == "train" else n
+        asked = self.messages(problem)
+        conversations = await self._converse(problem, split, [(asked, None)] * roots)
+        places = [(i, turn) for i, one in enumerate(conversations) for turn in range(1, turns_of(one, asked))]
+        chosen = random.choices(places or [(0, 0)], k=n - roots)
+        begun = [
+            (conversations[i].messages[: len(asked) + 2 * turn], (i, turn) if turn else None) for i, turn in chosen
+        ]
+        conversations += await self._converse(problem, split, begun)
         for conversation in conversations if split == "train" else ():
             answers = tool_answers(conversation.messages)
             self.report.observe("calls", len(answers))
             self.report.observe("call_errors", sum(text.startswith("error") for text in answers))
         return conversations
 
-    async def _conversation(self, problem: Row, split: Literal["train", "eval"]) -> Conversation:
-        """Run one conversation to its end."""
-        messages, more = self.messages(problem), 0
+    async def _converse(self, problem: Row, split: Literal["train", "eval"], begun: Sequence) -> list[Conversation]:
+        """Run conversations, given as what was said so far and the branch, to their ends."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._conversation(problem, split, *one)) for one in begun]
+        return [task.result() for task in tasks]
+
+    async def _conversation(
+        self, problem: Row, split: Literal["train", "eval"], messages: Messages, branch: tuple[int, int] | None
+    ) -> Conversation:
+        more = 0
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            for turn in range(1, self.config.max_turns + 1):
+            for turn in range(1 + (branch[1] if branch else 0), self.config.max_turns + 1):
                 completion = await managed.chat_completion(
                     messages=messages,
                     n=1,
@@ -105,13 +127,19 @@ class CalculatorEnv(GSM8kEnv):
                 messages = asked
         if len(nodes) > 1:  # the template rewrote earlier turns: only turns since then are trained on
             self.report.count("split_conversations")
-        return Conversation(messages, nodes[-1], choice.finish_reason)
+        return Conversation(messages, nodes[-1], choice.finish_reason, branch)
 
     def _tokens_beyond(self, messages: Messages, node: Any) -> int:
         """Return how many more tokens the policy sampled than encoding its texts, each with an end token, gives."""
         texts = [message["content"] for message in messages if message["role"] == "assistant"]
         encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
         return max(0, sum(mask != -100 for mask in node.masked_tokens) - encoded)
+
+
+def turns_of(conversation: Conversation, asked: Messages) -> int:
+    """Return the number of the policy's turns; 0 if not all of them are to be trained on."""
+    turns = (len(conversation.messages) - len(asked) + 1) // 2
+    return turns if turns == len(list(trained_spans(conversation.node.masked_tokens))) else 0
 
 
 def tool_answers(messages: Messages) -> list[str]:

@@ -42,11 +42,15 @@ class SingleTurnEnvConfig(ItemsEnvConfig):
 
 
 class Conversation(NamedTuple):
-    """Conversation; ``messages`` end with the policy's last, ``node`` is the managed server's, of all turns' tokens."""
+    """Conversation; ``messages`` end with the policy's last, ``node`` is the managed server's, of all turns' tokens.
+
+    ``branch``: of which conversation of the group, and after how many of its turns, it is a continuation.
+    """
 
     messages: Messages
     node: Any
     finish_reason: str
+    branch: tuple[int, int] | None = None
 
     @property
     def answer(self) -> str:
@@ -115,7 +119,10 @@ class SingleTurnEnv(ItemsEnv):
             logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", text[:80])
             return None, []
         conversations = await self.converse(item, self.config.group_size, "train")
-        return await self.score(item, [conversation.node for conversation in conversations]), []
+        group = await self.score(item, [conversation.node for conversation in conversations])
+        if any(conversation.branch for conversation in conversations):
+            group["group_overrides"]["branches"] = [conversation.branch for conversation in conversations]
+        return group, []
 
     async def score(self, item: Problem, nodes: list[Any]) -> ScoredDataGroup:
         """Return the group of the managed server's sequences, each scored by its last turn."""

@@ -46,6 +46,22 @@ def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
     assert env.report.counts["not_sent/empty_group"] == 1
 
 
+def test_restored_turns_are_those_that_group_overrides_counts(drifting_model):
+    """Where a whole turn is not trained on, what the environment says of its second turn would go to the third."""
+    env = make(Scripted, drifting_model)
+    prompt = chat(env.tokenizer, "go")
+    reply = sampled(env._calls.caches["train"], prompt, "a", "b", END).tokens.tolist()
+    ids = prompt + reply + prompt[:2] + env.tokenizer.encode("dec")
+    masks = [I] * len(prompt) + reply + [I] * 2 + ids[len(prompt) + len(reply) + 2 :]
+    group = env.group([{"tokens": ids, "masks": masks}] * 4)
+    asyncio.run(env.handle_send_to_api(group))
+    assert env.sent is not None and env.report.counts["not_sampled"] == 4
+    group["group_overrides"] = {"turn_values": [[0.5, 0.25]] * 4}
+    env.sent = None
+    asyncio.run(env.handle_send_to_api(group))
+    assert env.sent is None and env.report.counts["not_sent/partial_reply"] == 1
+
+
 def test_restored_groups_have_a_value_for_each_token(cache, tokenizer):
     """Also where a reply has more tokens as it was sampled; fields that the group lacks are not added."""
     prompt = chat(tokenizer, "go")

@@ -139,7 +139,12 @@ def test_credit_of_parts_of_a_turn_by_a_function(model_path):
             "turn_values: sequence 0 has no value for its turn 1",
         ),
         ({"turn_states": [[1, 2, 3]]}, "turn_states: sequence 1 has no value for its turn 0"),
-        ({"branches": [[3, 1], None, None, None]}, "branches: sequence 3 comes later"),
+        ({"branches": [None, [0, 4], None, None]}, "branches: sequence 0 comes later, or has no 4 turns"),
+        ({"branches": [None, [2, 1], [1, 1], None]}, "branches=.*: sequence 1: . is no earlier sequence"),
+        ({"branches": [None, [1, 1], None, None]}, "branches=.*: sequence 1: . is no earlier sequence"),
+        ({"branches": [None, [0], None, None]}, "branches=.*: sequence 1: not enough values"),
+        ({"branches": [None, None]}, "branches=.*: sequence 2: list index out of range"),
+        ({"branches": 3}, "branches=3: sequence 0"),
     ],
 )
 def test_credit_names_what_is_missing(group, overrides, message):
