@@ -1,16 +1,17 @@
 r"""The tasks of ``benchmarks/credit.py``: environments in which an error costs a turn, and their first policies.
 
-- ``ChainEnv``: ``17 + 5 - 3``, with the recipe's calculator, a call for each operation. A malformed call is answered
-  with an error; an answer before the last call is wrong.
+- ``ChainEnv``: ``17 + 5 - 3``, with the recipe's calculator, a call for each operation, which is answered by what is
+  then left, ``22 - 3``. Any other call is answered by an error, and what is still left; the boxed number ends it.
 - ``GridEnv``: ``2 3 to 4 1``, a move (``left``, ``right``, ``up``, ``down``) for each turn, answered with the new
   place; ``done`` ends the episode, which is right at the goal, N moves away.
 
 An episode has at most 2 N + 1 turns. The first policies know the language and err at random, in ``error`` of their
 turns; in ``early`` they end the episode. They are evaluated as they are trained, sampled at temperature 1: what they
-would do most often is right from the beginning.
+do most often is right from the beginning.
 """
 
 import random
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +27,8 @@ from recipe.atropos.environments.word_problems import Row, gold_answer, split_of
 
 SIZE = 12  # of the grid
 ITEMS = 1000  # to train on; the shortest chains have 1,400
+ERROR = "error: "
+NUMBERS = re.compile(r"\d+( [+-] \d)*")
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, 1), "down": (0, -1)}
 
 
@@ -84,15 +87,38 @@ class ChainEnv(Task):
     @staticmethod
     def row(steps: int, rng: random.Random) -> Row:
         total = rng.randint(10, 99)
-        question, worked = str(total), []
+        question = str(total)
         for _ in range(steps):
             sign = rng.choice("+-") if total > 9 else "+"
             operand = rng.randint(1, 9)
-            result = total + operand if sign == "+" else total - operand
+            total += operand if sign == "+" else -operand
             question += f" {sign} {operand}"
-            worked.append(f"<<{total}{sign}{operand}={result}>>")
-            total = result
-        return {"question": question, "answer": f"{' '.join(worked)} #### {total}"}
+        return {"question": question, "answer": f"{steps} #### {total}"}
+
+    def reply(self, problem: Row, messages: Messages) -> str | None:
+        return reduced(left(problem, tool_answers(messages)), messages[-1]["content"])
+
+
+def left(problem: Row, replies: list[str]) -> list[str]:
+    """Return the words of what is left of a chain, as the last reply says."""
+    return (replies[-1].removeprefix(ERROR) if replies else problem["question"]).split()
+
+
+def reduced(words: list[str], text: str) -> str | None:
+    """Return what is said to a turn when ``words`` are left; None if it calls nothing."""
+    result = answer(text)
+    if result is None:
+        return None
+    if text != f"{OPEN}{' '.join(words[:3])}{CLOSE}":
+        return ERROR + " ".join(words)
+    return " ".join([result, *words[3:]])
+
+
+def shorter(problem: Row, text: str) -> float:
+    """Return how much of a chain an episode's text has done, from -1 at the beginning up to 1."""
+    replies = [line for line in text.splitlines() if NUMBERS.fullmatch(line.removeprefix(ERROR))]
+    steps = (len(problem["question"].split()) - 1) // 2
+    return 2 * (steps - (len(left(problem, replies)) - 1) // 2) / (steps + 1) - 1
 
 
 class GridEnv(Task):
@@ -136,7 +162,7 @@ def nearer(problem: Row, text: str) -> float:
     return 2 * (steps - distance(problem, places)) / (steps + 1) - 1
 
 
-VALUES = {"chain": "recipe.atropos.environments.calculator:steps_done", "grid": "benchmarks.tasks.credit:nearer"}
+VALUES = {"chain": "benchmarks.tasks.credit:shorter", "grid": "benchmarks.tasks.credit:nearer"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +175,7 @@ class TaskRecipe(CalculatorRecipe):
     task_steps: int = 4
     error: float = 0.3
     early: float = 0.05
+    problems: int = ITEMS
     vocabulary: int = 320
     steps: int = 300
     batch_size: int = 32
@@ -156,17 +183,16 @@ class TaskRecipe(CalculatorRecipe):
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         task: type[Task] = {"chain": ChainEnv, "grid": GridEnv}[self.task]
         demonstration = {"chain": self.calls, "grid": self.moves}[self.task]
-        return [demonstration(row, rng) for row in task.rows("train", ITEMS, self.task_steps, 500_000 + seed)]
+        return [demonstration(row, rng) for row in task.rows("train", self.problems, self.task_steps, 500_000 + seed)]
 
     def calls(self, row: Row, rng: random.Random) -> Chat:
         """A malformed call is made again; the chain never ends because of it."""
-        chat, left = [message("user", row["question"])], row["question"].split()
-        while len(left) > 1 and rng.random() >= self.early:
-            good = rng.random() >= self.error
-            call = f"{OPEN}{' '.join(left[:3] if good else left[:2])}{CLOSE}"
-            chat += [message("assistant", call), message("tool", str(answer(call)))]
-            left = [chat[-1]["content"], *left[3:]] if good else left
-        return [*chat, message("assistant", rf"\boxed{{{left[0]}}}")]
+        chat, words = [message("user", row["question"])], row["question"].split()
+        while len(words) > 1 and rng.random() >= self.early:
+            call = f"{OPEN}{' '.join(words[: 3 if rng.random() >= self.error else 2])}{CLOSE}"
+            chat += [message("assistant", call), message("tool", str(reduced(words, call)))]
+            words = left(row, [chat[-1]["content"]])
+        return [*chat, message("assistant", rf"\boxed{{{words[0]}}}")]
 
     def moves(self, row: Row, rng: random.Random) -> Chat:
         chat, (x, y) = [message("user", row["question"])], place(row, [])
