@@ -46,8 +46,8 @@ from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {
     "chain 1": TaskRecipe(task="chain", task_steps=1, error=0.5, early=0.6),
-    "chain 4": TaskRecipe(task="chain", task_steps=4, error=0.45, early=0.08, problems=4000),
-    "chain 8": TaskRecipe(task="chain", task_steps=8, error=0.45, early=0.08, problems=4000),
+    "chain 4": TaskRecipe(task="chain", task_steps=4, error=0.48, early=0.12, problems=4000),
+    "chain 8": TaskRecipe(task="chain", task_steps=8, error=0.48, early=0.1, problems=4000, steps=600),
     "grid 4": TaskRecipe(task="grid", task_steps=4, error=0.4, early=0.08),
 }
 CREDIT = "environment.credit={{values: '{values}', lam: {lam}}}"

@@ -177,7 +177,7 @@ class TaskRecipe(CalculatorRecipe):
     early: float = 0.05
     problems: int = ITEMS
     vocabulary: int = 320
-    steps: int = 300
+    steps: int = 900
     batch_size: int = 32
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:

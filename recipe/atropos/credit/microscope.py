@@ -15,6 +15,7 @@ recorded step instead (``--run NAME --help``).
 """
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -214,19 +215,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "python -m recipe.atropos credit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8], help="right decisions of an episode")
-    parser.add_argument("--slack", type=float, default=1.0, help="wrong ones that are forgiven, for each step")
+    parser.add_argument("--slack", type=float, nargs="+", default=[1.0], help="wrong ones that are forgiven, a step")
     parser.add_argument("--solved", type=float, default=0.1, help="success of the first policy")
     parser.add_argument("--skills", type=int, default=8, help="of which each step needs one")
     parser.add_argument("--group-size", type=int, default=8, help="episodes of a group")
     parser.add_argument("--groups", type=int, default=300, help="estimates of the gradient for each rule")
     parser.add_argument("--seeds", type=int, default=3, help="training runs for each rule and learning rate")
+    parser.add_argument("--plot", help="draw the column samples into this file, .png or .svg")
     options = parser.parse_args(argv)
-    for steps in options.steps:
-        rng, slack = np.random.default_rng(0), round(options.slack * steps)
+    samples: dict[tuple[float, str], list[float]] = {}
+    for slack, steps in itertools.product(options.slack, options.steps):
+        rng, forgiven = np.random.default_rng(0), round(slack * steps)
         needs = [tuple(rng.integers(options.skills, size=steps).tolist()) for _ in range(100)]
-        items = [Item(one, options.skills, slack) for one in needs]
+        items = [Item(one, options.skills, forgiven) for one in needs]
         scope = Microscope(items, first_logits(items[0], options.solved), options.group_size)
-        print(f"\n{steps} steps, {slack} wrong ones forgiven, {options.solved:.0%} solved at first\n")
+        print(f"\n{steps} steps, {forgiven} wrong ones forgiven, {options.solved:.0%} solved at first\n")
         print(f"{'rule':<22}{'angle':>7}{'samples':>9}{'to 80%':>9}", flush=True)
         reference: tuple[float, float] | None = None
         for name, rule in RULES.items():
@@ -234,5 +237,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             needed = scope.decisions_to_80(rule, options.seeds)
             reference = reference or (noise, needed)
             ratio = f"{needed / reference[1]:>9.2f}" if math.isfinite(needed) else f"{'-':>9}"
+            samples.setdefault((slack, name), []).append(noise / reference[0])
             print(f"{name:<22}{angle:>7.1f}{noise / reference[0]:>9.2f}{ratio}", flush=True)
+    if options.plot:
+        draw(samples, options.steps, options.plot)
     return 0
+
+
+def draw(samples: dict[tuple[float, str], list[float]], steps: Sequence[int], path: str) -> None:
+    """Draw the samples over the number of steps, a panel for each slack, a line for each rule."""
+    from matplotlib.figure import Figure  # imported here: it takes a second
+
+    slacks = sorted({slack for slack, _ in samples}, reverse=True)
+    figure = Figure((5 * len(slacks), 3.5), layout="constrained")
+    panels = figure.subplots(1, len(slacks), sharey=True, squeeze=False)[0]
+    for panel, slack in zip(panels, slacks, strict=True):
+        panel.set(title=f"{slack:g} errors forgiven a step", xlabel="steps", xticks=steps, ylim=(0, 1.6))
+        for name in RULES:
+            panel.plot(steps, samples[slack, name], marker="o", label=name)
+    panels[0].set_ylabel("samples, outcome GRPO = 1")
+    panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figure.savefig(path)
