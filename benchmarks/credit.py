@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -203,6 +204,21 @@ def table(results: list[dict[str, Any]], tasks: list[str], short: bool) -> dict[
     return ratios
 
 
+def plot(results: list[dict[str, Any]], tasks: list[str], short: bool, path: Path) -> None:
+    """Draw the held-out accuracy of every run that the table counts, a panel for each task, a color for each method."""
+    figure = Figure((4 * len(tasks), 3.5), layout="constrained")
+    for panel, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
+        panel.set(title=task, xlabel="thousand sampled tokens", ylabel="solved, held out", ylim=(0, 1))
+        for number, method in enumerate(METHODS):
+            rate, label = best_rate(results, task, method, short), method
+            for line in results:
+                if (line["task"], line["method"], line["rate"]) == (task, method, rate):
+                    panel.plot([n / 1e3 for n in line["tokens"]], line["accuracy"], color=f"C{number}", label=label)
+                    label = ""
+        panel.legend(frameon=False)
+    figure.savefig(path)
+
+
 def met(ratios: dict[str, float], task: str) -> bool:
     found = [ratio for name, ratio in ratios.items() if name.startswith(f"{task}, progress")]
     low, high = TARGETS[task]
@@ -216,6 +232,7 @@ def main() -> int:
     parser.add_argument("--only", choices=RECIPES, help="this task alone")
     parser.add_argument("--hours", type=float, default=12.0, help="begin no run after this time")
     parser.add_argument("--results", type=Path, help="lines of complete runs, to go on with")
+    parser.add_argument("--plot", type=Path, help="draw the accuracy over the sampled tokens into this file")
     arguments = parser.parse_args()
     tasks = [arguments.only] if arguments.only else list(RECIPES)
     with tempfile.TemporaryDirectory() as name:
@@ -236,6 +253,8 @@ def main() -> int:
                 keys = missing(results, tasks)
         short = arguments.quick or arguments.smoke
         ratios = table(results, tasks, short)
+    if arguments.plot:
+        plot(results, tasks, short, arguments.plot)
     ok = short or all(met(ratios, task) for task in TARGETS if task in tasks)
     print(json.dumps({"name": "credit", "figures": ratios, "targets": TARGETS, "ok": ok}))
     return 0 if ok else 1
