@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 TRAINING, HELD_OUT = 512, 100  # items
 POINTS, SECONDS = 20.0, 600.0
-STEPS, GROUPS, LEARNING_RATE = 9, 4, 3e-4  # few sessions: a command takes a second to import its client's package
+STEPS, GROUPS, LEARNING_RATE = 8, 4, 3e-4  # few sessions: a command takes a second to import its client's package
 QUICK = ("openai chat", "openai chat, tool")
 
 # --------------------------------------------------------------------- the policy that calls a tool

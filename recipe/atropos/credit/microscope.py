@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from functools import partial
 
 import numpy as np
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--group-size", type=int, default=8, help="episodes of a group")
     parser.add_argument("--groups", type=int, default=300, help="estimates of the gradient for each rule")
     parser.add_argument("--seeds", type=int, default=3, help="training runs for each rule and learning rate")
-    parser.add_argument("--plot", help="draw the column samples into this file, .png or .svg")
+    parser.add_argument("--plot", type=Path, help="draw the column samples into this file, .png or .svg")
     options = parser.parse_args(argv)
     samples: dict[tuple[float, str], list[float]] = {}
     for slack, steps in itertools.product(options.slack, options.steps):
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw(samples: dict[tuple[float, str], list[float]], steps: Sequence[int], path: str) -> None:
+def draw(samples: dict[tuple[float, str], list[float]], steps: Sequence[int], path: Path) -> None:
     """Draw the samples over the number of steps, a panel for each slack, a line for each rule."""
     from matplotlib.figure import Figure  # imported here: it takes a second
 

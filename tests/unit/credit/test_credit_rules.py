@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.atropos.credit.microscope import STOP, Item, Sample, first_logits, softmax
+from recipe.atropos.credit.microscope import RULES, STOP, Item, Sample, draw, first_logits, softmax
 from recipe.atropos.credit.rules import Decisions, advantages, centered, outcome_advantages, returns, scaled, weights
 
 NAN = math.nan
@@ -247,3 +247,11 @@ def test_microscope_gradient_is_that_of_its_success():
         assert (more - less) / (2 * step) == pytest.approx(exact[at], abs=1e-7)
     assert item.success(softmax(first_logits(item, 0.2)))[0] == pytest.approx(0.2)
     assert item.after((3, 2), STOP) == ((3, 2), 1.0) and item.after((2, 0), STOP)[1] == 0.0
+
+
+def test_microscope_draws_a_line_for_each_rule(tmp_path):
+    samples = {(slack, name): [1.0, 0.5] for slack in (0.0, 1.0) for name in RULES}
+    draw(samples, [1, 4], tmp_path / "credit.svg")
+    text = (tmp_path / "credit.svg").read_text()
+    assert all(f"<!-- {name} -->" in text for name in RULES)
+    assert text.index("<!-- 1 errors forgiven a step -->") < text.index("<!-- 0 errors forgiven a step -->")
