@@ -19,8 +19,8 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
