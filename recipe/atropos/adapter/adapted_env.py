@@ -27,7 +27,7 @@ from recipe.atropos.adapter.shaping import check_literals, dropped_by_environmen
 from recipe.atropos.adapter.teacher import TeacherFixes
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
 from recipe.atropos.algorithm.reward_bridge import RewardBridge
-from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, turns_of
+from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, has_advantages, turns_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
 
@@ -100,7 +100,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 await self._shape(group)
                 turns = turns_of(group)
                 self._restore(group)
-                if turns != turns_of(group) and OF_TURNS & group["group_overrides"].keys():
+                counted = self.adapter_settings.credit is not None and OF_TURNS & group["group_overrides"].keys()
+                if counted and turns != turns_of(group):
                     raise RefusedGroup(
                         Reason.PARTIAL_REPLY, "a turn that group_overrides tells of was not sampled whole"
                     )
@@ -136,7 +137,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     def _credit(self, group: dict[str, Any], item: Any) -> None:
         if self.adapter_settings.credit is None:
-            if "branches" in group["group_overrides"]:
+            if any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
                 self._failure = CreditError(
                     "the environment sends branches: give environment.credit, which compares them"
                 )

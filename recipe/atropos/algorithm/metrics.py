@@ -64,7 +64,7 @@ def credit_metrics(rows: DataProto, chosen: np.ndarray) -> dict[str, float]:
     """Return how credit is spread over the rows that are ``chosen``, (B,) bool; nothing where it is not defined.
 
     - ``credit/last_turn_share``: the part of the sum of absolute advantages that is on trajectories' last turns; that
-      of outcome GRPO is about their share of tokens, and where it is near 1 the values say nothing;
+      of outcome GRPO is about their share of tokens, and where it is near 1 at lam 0 the values say nothing;
     - ``credit/outcome_correlation``: of a row's mean advantage with its score less the mean of its group: values that
       contradict outcomes lower it; that of outcome GRPO is near 1.
     """

@@ -18,10 +18,11 @@ from recipe.atropos.run.status import find_run
 
 
 def gradient_noise(policy: Any, rows: Any, groups: Sequence[str], temperature: float) -> float:
-    """Return the trace of the covariance of the mean of n groups' policy gradients, over the mean's squared norm.
+    """Return the trace of the covariance of the mean of n groups' policy gradients, over the squared norm of what it
+    estimates, both without bias: the noise in the mean's own squared norm is taken off.
 
-    It is 0 for equal gradients, 1 for orthogonal ones of equal length, NaN if all are 0. A group's is that of the sum
-    of advantage times logprob over its trained tokens.
+    It is 0 for equal gradients, infinite if the mean does not exceed its noise, NaN if all are 0. A group's is that of
+    the sum of advantage times logprob over its trained tokens.
     """
     import torch  # here: it takes seconds
 
@@ -36,7 +37,9 @@ def gradient_noise(policy: Any, rows: Any, groups: Sequence[str], temperature: f
             (logprobs * advantages).sum().backward()
         gradient = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None])
         total, squares = total + gradient / n, squares + gradient.square().sum() / n
-    return ((squares / total.square().sum() - 1) / (n - 1)).item()
+    variance = (squares - total.square().sum()) / (n - 1)
+    signal = total.square().sum() - variance
+    return (variance / signal.clamp(min=0.0)).item()
 
 
 def measure(files: RunDir, step: int, limit: int, model: str | None) -> None:
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="verl-atropos credit", description="Measure the noise of a step's gradient.")
     parser.add_argument("--run", required=True, help="folder of a run, or its name below runs/")
     parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=16, help="the whole groups among so many, on the CPU")
+    parser.add_argument("--rows", type=int, default=64, help="the whole groups among so many, on the CPU")
     parser.add_argument("--model", help="the policy, by default the one that the run began with")
     options = parser.parse_args(argv)
     with one_line_errors(OmegaConfBaseException, OSError):

@@ -111,7 +111,7 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
         CreditError: the group has advantages already, a field of it has not one value for each turn, a value is not
             finite, or the function of ``credit.values`` raises.
     """
-    if any(row is not None and len(row) for row in group.get("advantages") or ()):
+    if has_advantages(group):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
     found = list(_decisions(group, credit, tokenizer))
     group["group_overrides"] = _overrides(group) | {"credit": credit.rule}
@@ -138,6 +138,11 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     group["advantages"] = [row.tolist() for row in rows]
     if values is None:
         group["group_overrides"]["credit"] += ", without values"
+
+
+def has_advantages(group: dict[str, Any]) -> bool:
+    """Return whether a group brings advantages of its own."""
+    return any(row is not None and len(row) for row in group.get("advantages") or ())
 
 
 def turns_of(group: dict[str, Any]) -> list[int]:
@@ -203,10 +208,10 @@ def _after_turn(found: Sequence[Decision], sequence: int, turns: int, group: dic
     """Return the index of the decision with which a sequence's first ``turns`` turns end."""
     while (branch := _branch(group, sequence)) and branch[1] >= turns:
         sequence = branch[0]
-    ends = [i for i, one in enumerate(found) if one.sequence == sequence and one.turn == turns - 1]
-    if not ends:
-        raise CreditError(f"group_overrides.branches: sequence {sequence} comes later, or has no {turns} turns")
-    return ends[-1]
+    ends = {one.turn: i for i, one in enumerate(found) if one.sequence == sequence}
+    if turns - 1 not in ends or max(ends) < turns:
+        raise CreditError(f"group_overrides.branches: sequence {sequence} comes later, or ends within {turns} turns")
+    return ends[turns - 1]
 
 
 def _values(
@@ -224,7 +229,11 @@ def _values(
     for i in np.flatnonzero(goes_on):
         one = found[i]
         if function is None:
-            values[i] = _of_turn(group, "turn_values", one)
+            value = _of_turn(group, "turn_values", one)
+            try:
+                values[i] = value
+            except (TypeError, ValueError, OverflowError) as error:
+                raise CreditError(f"group_overrides.turn_values: {value!r:.80} is no number: {error}") from error
             continue
         tokens = group["tokens"][one.sequence]
         end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
@@ -248,7 +257,7 @@ def _prompt(group: dict[str, Any], sequence: int) -> int:
 def _of_turn(group: dict[str, Any], name: str, one: Decision) -> Any:
     try:
         return _overrides(group)[name][one.sequence][one.turn]
-    except (IndexError, TypeError) as error:
+    except (LookupError, TypeError) as error:
         raise CreditError(
             f"group_overrides.{name}: sequence {one.sequence} has no value for its turn {one.turn}; give a list over "
             "sequences of lists over turns"

@@ -44,6 +44,11 @@ class Item:
         """Return the row of the policy's logits, (skills + 1, 3), that decides in a state."""
         return self.needs[state[0]] if state[0] < len(self.needs) else self.skills
 
+    @property
+    def longest(self) -> int:
+        """The most decisions of an episode."""
+        return len(self.needs) + self.slack + 1
+
     def after(self, state: State, action: int) -> tuple[State, float | None]:
         """Return the state after an action, and the outcome if the episode ends."""
         right, wrong = state
@@ -108,26 +113,28 @@ class Sample:
         return found / self.group.ends.sum()
 
 
-def sample(item: Item, policy: np.ndarray, rng: np.random.Generator, episodes: int, decisions: int = 0) -> Sample:
-    """Sample ``episodes`` from the start; then, as long as there are fewer than ``decisions``, from a state in which
-    one of them went on, each as likely as the others.
+def sample(item: Item, policy: np.ndarray, rng: np.random.Generator, episodes: int, begun: int | None = None) -> Sample:
+    """Sample ``episodes``, ``begun`` of them (None: all) from the start.
+
+    Each other one goes on after a decision of one of these, which are drawn before it is known how long that one is.
+    Where it has ended by then, the other begins at the start too.
     """
     steps = np.cumsum(policy, -1)
     taken: list[tuple[int, float, State, State, int]] = []  # parent, outcome, state before and after, action
 
-    def episode(parent: int, state: State) -> None:
-        outcome = None
+    def episode(parent: int) -> list[int]:
+        state, outcome, own = (taken[parent][3] if parent >= 0 else (0, 0)), None, []
         while outcome is None:
             action = min(STOP, int(np.searchsorted(steps[item.row(state)], rng.random())))
             before, (state, outcome) = state, item.after(state, action)
             taken.append((parent, math.nan if outcome is None else outcome, before, state, action))
-            parent = len(taken) - 1
+            own.append(parent := len(taken) - 1)
+        return own
 
-    for _ in range(episodes):
-        episode(-1, (0, 0))
-    while len(taken) < decisions and (open_ := [i for i, one in enumerate(taken) if math.isnan(one[1])]):
-        at = open_[rng.integers(len(open_))]
-        episode(at, taken[at][3])
+    roots = [episode(-1) for _ in range(episodes if begun is None else begun)]
+    for _ in range(episodes - len(roots)):
+        root, turn = roots[rng.integers(len(roots))], int(rng.integers(item.longest - 1))
+        episode(root[turn] if turn < len(root) - 1 else -1)
     parents, outcomes, states, after, actions = zip(*taken, strict=True)
     values = np.array([item.value(state) for state in after])
     group = Decisions(np.array(parents), np.array(outcomes), values, states)
@@ -167,24 +174,16 @@ class Microscope:
     logits: np.ndarray
     group_size: int
 
-    def draw(
-        self, rule: Rule, policy: np.ndarray, rng: np.random.Generator, decisions: int
-    ) -> tuple[Sample, np.ndarray]:
+    def draw(self, rule: Rule, policy: np.ndarray, rng: np.random.Generator) -> tuple[Sample, np.ndarray]:
         item = self.items[rng.integers(len(self.items))]
-        begun, most = (self.group_size, 0) if rule.begun is None else (rule.begun, decisions)
-        found = sample(item, policy, rng, begun, most)
+        found = sample(item, policy, rng, self.group_size, rule.begun)
         return found, found.gradient(policy, rule.advantages(found.group))
-
-    def usual_decisions(self) -> int:
-        """Return the decisions of a group without branches, the mean of 32."""
-        rng, policy = np.random.default_rng(0), softmax(self.logits)
-        return sum(len(sample(self.items[i], policy, rng, self.group_size).actions) for i in range(32)) // 32
 
     def estimate(self, rule: Rule, groups: int) -> tuple[float, float]:
         """Return the angle in degrees between mean and gradient, and noise over signal for each decision."""
-        rng, policy, decisions = np.random.default_rng(0), softmax(self.logits), self.usual_decisions()
+        rng, policy = np.random.default_rng(0), softmax(self.logits)
         exact = np.mean([item.success(policy)[1] for item in self.items], 0).ravel()
-        found = [self.draw(rule, policy, rng, decisions) for _ in range(groups)]
+        found = [self.draw(rule, policy, rng) for _ in range(groups)]
         gradients = np.array([gradient.ravel() for _, gradient in found])
         mean, variance = gradients.mean(0), gradients.var(0).sum()
         along = mean @ exact / np.linalg.norm(exact)
@@ -194,13 +193,13 @@ class Microscope:
 
     def train(self, rule: Rule, rate: float, seed: int) -> float:
         """Return the decisions that are sampled until the success is 0.8, infinity if it is not reached."""
-        rng, logits, decisions = np.random.default_rng(seed), self.logits.copy(), self.usual_decisions()
+        rng, logits = np.random.default_rng(seed), self.logits.copy()
         first, second, sampled = np.zeros_like(logits), np.zeros_like(logits), 0
         for update in range(1, UPDATES + 1):
             policy = softmax(logits)
             if update % EVERY == 1 and np.mean([item.success(policy)[0] for item in self.items[:HELD_OUT]]) >= 0.8:
                 return sampled
-            found, gradient = self.draw(rule, policy, rng, decisions)
+            found, gradient = self.draw(rule, policy, rng)
             sampled += len(found.actions)
             first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
             logits += rate * first / (1 - 0.9**update) / (np.sqrt(second / (1 - 0.99**update)) + 1e-8)

@@ -9,8 +9,10 @@ A turn without a call is the last; its boxed answer scores +1 or -1. Guarantees,
   its reply, and costs the policy a turn.
 - A turn truncated at its maximum length ends the conversation. A group is complete, or its error is raised.
 - With ``tree_roots`` a group is a turn tree: so many conversations begin at the problem, each other one goes on after a
-  turn of theirs, each turn that was not a last one as likely as the others. The tool's replies depend on the messages
-  alone, so a conversation can be taken up at any turn. ``environment.credit`` compares what follows the same turns.
+  turn of theirs. Which one and after which turn is drawn before it is known how long they become, or long ones would
+  count too much; where one ended by then, the other begins at the problem too. The tool's replies depend on the
+  messages alone, so a conversation can be taken up at any turn. ``environment.credit`` compares what follows the same
+  turns.
 
 Problems come from the same sources as in ``gsm8k``; the preset ``calculator`` generates problems of several steps.
 """
@@ -83,11 +85,11 @@ class CalculatorEnv(GSM8kEnv):
         roots = min(n, self.config.tree_roots or n) if split == "train" else n
         asked = self.messages(problem)
         conversations = await self._converse(problem, split, [(asked, None)] * roots)
-        places = [(i, turn) for i, one in enumerate(conversations) for turn in range(1, turns_of(one, asked))]
-        chosen = random.choices(places or [(0, 0)], k=n - roots)
-        begun = [
-            (conversations[i].messages[: len(asked) + 2 * turn], (i, turn) if turn else None) for i, turn in chosen
-        ]
+        begun = []
+        for _ in range(n - roots):
+            i, turn = random.randrange(roots), 1 + random.randrange(max(1, self.config.max_turns - 1))
+            there = turn < turns_of(conversations[i], asked)
+            begun.append((conversations[i].messages[: len(asked) + 2 * turn], (i, turn)) if there else (asked, None))
         conversations += await self._converse(problem, split, begun)
         for conversation in conversations if split == "train" else ():
             answers = tool_answers(conversation.messages)

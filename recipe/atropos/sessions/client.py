@@ -29,7 +29,7 @@ class Opened(NamedTuple):
 def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str) -> dict[str, Any]:
     """Return the scored group of sessions, given as (id, reward, rows); their rows are of one trajectory each.
 
-    It has ``turn_values`` if one of them has some.
+    It has ``turn_values`` if all of them have some, but those of a single turn, which need none.
     """
     group: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
     overrides: dict[str, Any] = {"trajectory": [], "sessions": []}
@@ -40,7 +40,8 @@ def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str
         group["scores"] += [reward] * size
         overrides["trajectory"] += [number] * size
         overrides["sessions"] += [session] * size
-    if not any(overrides["turn_values"]):
+    silent = any(rows["turn_values"][0] is None and sum(map(len, rows["turn_numbers"])) > 1 for *_, rows in outcomes)
+    if silent or not any(overrides["turn_values"]):
         del overrides["turn_values"]
     group["group_overrides"] = overrides | {"group_size": len(outcomes), "env_name": env}
     return group

@@ -165,7 +165,7 @@ class Groups:
                     except TrajectoryApiError:
                         raise
                     except Exception as error:  # this group alone cannot be read, or be given credit
-                        logger.error("group %s is given up: %s", group.id, error)
+                        logger.error("group %s is given up: %s", group.id, error, exc_info=error)
                         await self._close(group, Reason.NO_GROUP)
                 for env_id in {group.env_id for group in self._groups.values()}:
                     await self._api.status(env_id)  # it is alive

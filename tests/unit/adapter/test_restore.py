@@ -12,6 +12,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from helpers.sampled import END, I, Scripted, chat, make, sampled
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.restore import group_of, restore_group
+from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.credit.group import CreditError
 from recipe.atropos.inference.client import InferenceError
 
 
@@ -49,6 +51,7 @@ def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
 def test_restored_turns_are_those_that_group_overrides_counts(drifting_model):
     """Where a whole turn is not trained on, what the environment says of its second turn would go to the third."""
     env = make(Scripted, drifting_model)
+    env.adapter_settings = AdapterSettings(credit="{}")
     prompt = chat(env.tokenizer, "go")
     reply = sampled(env._calls.caches["train"], prompt, "a", "b", END).tokens.tolist()
     ids = prompt + reply + prompt[:2] + env.tokenizer.encode("dec")
@@ -60,6 +63,24 @@ def test_restored_turns_are_those_that_group_overrides_counts(drifting_model):
     env.sent = None
     asyncio.run(env.handle_send_to_api(group))
     assert env.sent is None and env.report.counts["not_sent/partial_reply"] == 1
+    env.adapter_settings = AdapterSettings()
+    asyncio.run(env.handle_send_to_api(group))
+    assert env.sent is not None, "nobody reads them"
+
+
+def test_branches_need_credit_or_advantages_of_their_own(drifting_model):
+    env = make(Scripted, drifting_model)
+    prompt = chat(env.tokenizer, "go")
+    ids = prompt + sampled(env._calls.caches["train"], prompt, "a", "b", END).tokens.tolist()
+    group = env.group([{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}] * 4)
+    group["group_overrides"] = {"branches": [None] * 4}
+    asyncio.run(env.handle_send_to_api(group))
+    assert env.sent is not None, "none of them branches"
+    group["group_overrides"], env.sent = {"branches": [None, [0, 1], None, None]}, None
+    asyncio.run(env.handle_send_to_api(group | {"advantages": [[1.0] * len(ids)] * 4}))
+    assert env.sent is not None, "the environment has compared them"
+    with pytest.raises(CreditError, match="give environment.credit, which compares them"):
+        asyncio.run(env.handle_send_to_api(group))
 
 
 def test_restored_groups_have_a_value_for_each_token(cache, tokenizer):

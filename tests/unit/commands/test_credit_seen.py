@@ -1,5 +1,6 @@
 """Who made the advantages of a recorded step, as ``inspect`` says, and how noisy the gradient is that they give."""
 
+import copy
 import io
 import json
 import re
@@ -65,7 +66,7 @@ def test_inspect_says_who_made_the_advantages(recorded, groups, overrides, told)
 
 
 def gradient_noise(model_path, groups, advantages):
-    """The noise by its definition, from the lists that environments send; sampled at a temperature of 0.5."""
+    """Unbiased noise over unbiased signal, from the lists that environments send; sampled at a temperature of 0.5."""
     policy, found = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"), []
     for group, of_group in zip(groups, advantages, strict=True):
         total = 0.0
@@ -79,11 +80,13 @@ def gradient_noise(model_path, groups, advantages):
         parts = torch.autograd.grad(total, list(policy.parameters()), allow_unused=True, materialize_grads=True)
         found.append(np.concatenate([part.numpy().ravel() for part in parts]))
     mean = np.mean(found, 0)
-    return np.var(found, axis=0, ddof=1).sum() / len(found) / (mean @ mean)
+    noise = np.var(found, axis=0, ddof=1).sum() / len(found)
+    return noise / (mean @ mean - noise)
 
 
 def test_credit_of_a_run_measures_the_gradients_noise(recorded, groups, model_path, capsys):
-    for group, sign in zip(groups, (1, 1, -1), strict=True):
+    groups[1] = copy.deepcopy(groups[0]) | {"scores": [1.0, 0.25, 0.0, 0.5]}  # or the mean does not exceed the noise
+    for group, sign in zip(groups, (1, 0.5, -1), strict=True):
         group["group_overrides"] = {"turn_values": [[0.5 * sign, 0.25, 9], [0.0, 0.5, 9], [0.25, 0, 9], [1, 0.75, 9]]}
         add_credit(group, Credit(lam=0.0))
     run = recorded(groups, "actor_rollout_ref.rollout.temperature=0.5")
@@ -92,7 +95,8 @@ def test_credit_of_a_run_measures_the_gradients_noise(recorded, groups, model_pa
     assert f"step 1, 2 groups, policy {model_path};" in out
     own, grpo, ratio = (float(number) for number in re.findall(r" {3}([\d.e+-]+)$", out, re.MULTILINE))
     outcome = [
-        [[(score - np.mean(scores)) / np.std(scores, ddof=1)] * 200 for score in scores] for scores in SCORES[:2]
+        [[(score - np.mean(scores)) / np.std(scores, ddof=1)] * 200 for score in scores]
+        for scores in (group["scores"] for group in groups[:2])
     ]
     assert own == pytest.approx(gradient_noise(model_path, groups[:2], [g["advantages"] for g in groups[:2]]), rel=1e-2)
     assert grpo == pytest.approx(gradient_noise(model_path, groups[:2], outcome), rel=1e-2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.atropos.credit.microscope import RULES, STOP, Item, Sample, draw, first_logits, softmax
+from recipe.atropos.credit.microscope import RULES, STOP, Item, Sample, draw, first_logits, sample, softmax
 from recipe.atropos.credit.rules import Decisions, advantages, centered, outcome_advantages, returns, scaled, weights
 
 NAN = math.nan
@@ -247,6 +247,21 @@ def test_microscope_gradient_is_that_of_its_success():
         assert (more - less) / (2 * step) == pytest.approx(exact[at], abs=1e-7)
     assert item.success(softmax(first_logits(item, 0.2)))[0] == pytest.approx(0.2)
     assert item.after((3, 2), STOP) == ((3, 2), 1.0) and item.after((2, 0), STOP)[1] == 0.0
+
+
+def test_microscope_turn_tree_is_unbiased():
+    """Where a branch was chosen among the turns that happened, long episodes would count too much: 20 deviations."""
+    item = Item((0,), skills=1, slack=1)
+    policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(2, 3)))
+    rng, found = np.random.default_rng(1), []
+    for _ in range(8000):
+        tree = sample(item, policy, rng, 8, 2)
+        group = replace(tree.group, values=None)
+        found.append(tree.gradient(policy, weights(group) * returns(group)).ravel())
+    mean, error = np.mean(found, 0), np.std(found, 0) / math.sqrt(len(found))
+    exact = item.success(policy)[1].ravel()
+    exact *= (mean @ exact) / (exact @ exact)  # a branch counts as a part of an episode
+    assert (np.abs(mean - exact) < 4 * error).all()
 
 
 def test_microscope_draws_a_line_for_each_rule(tmp_path):

@@ -11,8 +11,10 @@ from openai import AsyncOpenAI
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.credit.rules import Decisions, advantages
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 VALUES = [[0.25, 0.5, 0.25, 0.75, 9.0], [0.0, 0.5, 1.0, 0.25, 9.0]]
@@ -101,6 +103,20 @@ def test_credit_of_sessions_comes_through_the_adapter(sent):
 def test_credit_of_too_few_values_fails_a_session(sent):
     groups, _, counts = sent(values=4)
     assert groups == [] and counts["sessions/failed/SessionError"] == 4 and counts["sessions/left_out"] == 2
+
+
+@pytest.mark.parametrize(("silent_turns", "kept"), [(1, True), (2, False)])
+def test_session_values_are_those_of_all_or_of_none(silent_turns, kept):
+    def rows(turns, values):
+        ids = [i for turn in range(turns) for i in (1, 5 + turn)]
+        masks = [i if i > 1 else -100 for i in ids]
+        return {"tokens": [ids], "masks": [masks], "turn_numbers": [[*range(turns)]], "turn_values": [values]}
+
+    outcomes = [("a", 1.0, rows(2, [0.5, 1.0])), ("b", 0.0, rows(silent_turns, None))]
+    group = scored_group(outcomes, "program")
+    assert ("turn_values" in group["group_overrides"]) == kept
+    add_credit(group, Credit())
+    assert group["group_overrides"]["credit"].endswith(", without values") != kept
 
 
 @pytest.fixture(scope="module")
