@@ -184,9 +184,9 @@ def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
 
 
 def _silent(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
-    lines = {line["env_id"]: line for line in history.api.get("environments", ())}
-    line = lines.get(environment.number, {}) if environment.number is not None else {}
-    if (unseen := line.get("seen_seconds_ago", 0.0)) > history.limits.silent_after:
+    numbers = {number for number in environment.numbers.values() if number is not None}
+    line = next((line for line in history.api.get("environments", ()) if line["env_id"] in numbers), {})
+    if (unseen := line.get("replica_unseen_seconds", line.get("seen_seconds_ago", 0.0))) > history.limits.silent_after:
         since = (history.api_time or now) - unseen
         text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
         yield Finding(
