@@ -83,6 +83,7 @@ class AlarmWatch:
         for name, spec in self._specs.items():
             if lost := [service for service in spec.services if service in self._run.abandoned]:
                 which = "it" if spec.replicas == 1 else f"of its {spec.replicas} replicas, {', '.join(lost)}"
+                history.environment(name).goes_on = len(lost) < spec.replicas
                 history.environment(name).abandoned = f"{which} was abandoned after {spec.max_restarts} restarts"
         changed = self.watchdog.changes(time.time())
         for change in changed:

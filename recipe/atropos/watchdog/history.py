@@ -90,6 +90,7 @@ class EnvironmentHistory:
     numbers: dict[int, int | None] = field(default_factory=dict)  # registrations, by replica
     log: str | None = None
     abandoned: str = ""  # why
+    goes_on: bool = False  # though replicas of it were abandoned
     counts: Counter[str] = field(default_factory=Counter)
     pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
     score: float | None = None  # mean over everything scored since the report before

@@ -129,7 +129,8 @@ def _environment(history: History, environment: EnvironmentHistory, now: float) 
         since, step, _ = environment.at_last_group if environment.recent else (now, history.step, None)
         text = f"{environment.abandoned}{_log_hint(environment)}"
         yield Finding("environment_silent", text, since, step, environment.name)
-        return
+        if not environment.goes_on:
+            return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)
     if (
