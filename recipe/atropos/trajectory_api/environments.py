@@ -96,10 +96,10 @@ class Environments:
         """Tell the queue an environment's name and share, the same for all its replicas: it has one queue, and the
         newest registration's share; its allocation holds while one of them lives.
         """
-        first, *others = [one for one in self if one.unit == environment.unit]
-        newest = others[-1] if others else first
-        minimum = newest.minimum if any(one.alive for one in (first, *others)) else 0.0
-        queue.set_share(environment.id, newest.name, max(newest.weight, LEAST_WEIGHT), minimum, first.id)
+        replicas = [one for one in self if one.unit == environment.unit]
+        newest = replicas[-1]
+        minimum = newest.minimum if any(one.alive for one in replicas) else 0.0
+        queue.set_share(environment.id, newest.name, max(newest.weight, LEAST_WEIGHT), minimum, replicas[0].id)
 
     def status(self, number: int, queue: Queue) -> dict[str, Any]:
         """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""

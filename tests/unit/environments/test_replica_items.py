@@ -46,6 +46,12 @@ class SeededEnv(BaseEnv):
     async def setup(self):
         pass
 
+    async def get_next_item(self):
+        pass
+
+    async def evaluate(self, *args, **kwargs):
+        pass
+
 
 class PlainEnv(SeededEnv):
     env_config_cls = BaseEnvConfig
