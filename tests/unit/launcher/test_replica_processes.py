@@ -50,9 +50,9 @@ def test_replicas_are_services_with_a_part_of_the_work(tmp_path):
         assert {f"--adapter.replica={replica}", "--adapter.replicas=2", "--env.wandb_name=a"} <= set(commands[service])
         assert "--env.inference_weight=3" in commands[service], "the API counts it once"
     assert f"--adapter.report={tmp_path / 'environments/a.1.jsonl'}" in commands["environment-a.1"]
-    assert not any("replicas" in flag for flag in commands["environment-b"])
+    assert not any(flag.startswith("--adapter.replicas") for flag in commands["environment-b"])
     evaluation = environment_command(run, a, "evaluate", "http://api", "http://server")
-    assert not any("replica" in flag for flag in evaluation), "it is on all held-out items"
+    assert not any(flag.startswith("--adapter") for flag in evaluation), "it is on all held-out items"
 
 
 @pytest.mark.parametrize(
