@@ -2,7 +2,8 @@
 
 Guarantees:
 
-- Every training item comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it.
+- Every training item comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it from
+  its last checkpoint, so that what was begun since comes again.
 - Of N replicas each has every N-th item, in the same order, and epochs, pools and a curriculum of its own.
 - With ``difficulty_pools`` an item whose last group had equal scores is left out of an epoch unless a seeded draw lets
   it come; with ``curriculum_threshold`` so is one of a level that has not begun. Both follow the environment's own
