@@ -20,6 +20,7 @@ from recipe.atropos.adapter.flags import CommandLine
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.recorded_calls import record_all_calls, sglang_servers
+from recipe.atropos.adapter.replicas import take_part
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.restore import chat_templates_give_lists, collect_each, restore_group
 from recipe.atropos.adapter.settings import AdapterSettings
@@ -41,7 +42,10 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         chat_templates_give_lists()
-        self.report = EnvReport(config.wandb_name or self.name or type(self).__name__, self.adapter_settings.report)
+        settings = self.adapter_settings
+        name = config.wandb_name or self.name or type(self).__name__
+        self.report = EnvReport(name, settings.report, settings.replica or 0)
+        take_part(self, config, settings)
         self._failure: Exception | None = None  # ends the environment
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
         self._calls = record_all_calls(self.server, self.tokenizer, self.report.count)

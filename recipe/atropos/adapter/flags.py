@@ -32,7 +32,8 @@ from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
 from pydantic import BaseModel, ValidationError
 
 from recipe.atropos.adapter.defaults import WrongKey, complete
-from recipe.atropos.adapter.settings import PREFIX, AdapterSettings
+from recipe.atropos.adapter.replicas import sharing
+from recipe.atropos.adapter.settings import PREFIX, WARNING, AdapterSettings
 from recipe.atropos.errors import AtroposError, EnvironmentFailure
 from recipe.atropos.utils.private_process import hide_in_output
 from recipe.atropos.utils.process_exit import TERMINATED, end_on_sigterm, end_process
@@ -137,6 +138,8 @@ class CommandLine:
         if cls.only_checked:
             if check := getattr(cls, "check_config", None):  # an environment's own check, such as of its data
                 check(config)
+            if said := sharing(cls, config, cls.adapter_settings):
+                print(f"{WARNING}{said}")
             print("--check: the class is found and its flags are right; nothing was created or started")
             raise SystemExit(0)
         return super().__new__(cls)

@@ -44,6 +44,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig, EvalHandlingEnum
 from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_chain, wait_fixed
 
 from recipe.atropos.adapter.recorded_calls import cause_of, sglang_servers
+from recipe.atropos.adapter.replicas import checkpoint_name
 from recipe.atropos.adapter.reporting import PLACE, EnvReport, Place
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.validate import as_groups, size_of
@@ -149,12 +150,14 @@ class PostingEnv(BaseEnv):
 
     async def _register_env(self) -> dict[str, Any]:
         """Register with the API, waiting until it accepts, and return its response."""
+        settings, name = self.adapter_settings, self.config.wandb_name or self.report.name
         registration = {
             "max_token_length": self.config.max_token_length,
-            "desired_name": self.config.wandb_name or self.report.name,
+            "desired_name": name,
             "weight": self.config.inference_weight,
             "min_batch_allocation": self.config.min_batch_allocation,
             "group_size": self.config.group_size,
+            "replica": settings.replica if settings.replicas > 1 else None,
         }
         deadline = Deadline(self.trainer_timeout)
         while True:
@@ -164,8 +167,8 @@ class PostingEnv(BaseEnv):
                 if error.status is None:
                     raise
                 raise EnvironmentFailure(f"{self.report.name} registers as {registration}: {error}") from error
-            if answer["status"] == "success":
-                return answer
+            if answer["status"] == "success":  # the API's name counts registrations, so a restart would have another
+                return answer | ({} if settings.replica is None else {"wandb_name": checkpoint_name(name, settings)})
             await deadline.pause(
                 f"{self.report.name} waits for a registration at the Trajectory API, which says {answer['status']!r}"
             )
@@ -406,7 +409,9 @@ class PostingEnv(BaseEnv):
             logger.error("%s: %s failed: %r", self.report.name, stage, cause, exc_info=cause)
 
     async def env_step_checks(self) -> None:
-        before = self.eval_runner
+        before, step, interval = self.eval_runner, self.status_dict["current_step"], self.checkpoint_interval
+        if interval > 0 and self.curr_step // interval < step // interval:  # BaseEnv's misses some
+            self.save_checkpoint(step // interval * interval)
         await super().env_step_checks()
         if self.eval_runner is not before:
             self.eval_runner.add_done_callback(self.__evaluation_ended)

@@ -9,7 +9,8 @@
   last line: at the end); ``score`` is the mean over everything scored, sent or not, before any shaping.
 - Counts are totals since the process started. A mean is over what was observed since the previous line or wandb log.
 - Both go to wandb with the environment's own metrics, as ``env/NAME``, and to the file of ``--adapter.report``, one
-  JSON object per line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME: float}}``.
+  JSON object per line: ``{"time", "env", "step", "in_flight", "counts": {NAME: int}, "means": {NAME: float}}``, and
+  ``replica``, if that is not 0.
 """
 
 import logging
@@ -48,8 +49,9 @@ PLACE: ContextVar[Place | None] = ContextVar("place", default=None)  # of the cu
 class EnvReport:
     """Counts and means of one environment; lines are appended to the file ``path``, if one is given."""
 
-    def __init__(self, name: str, path: str | Path | None = None):
+    def __init__(self, name: str, path: str | Path | None = None, replica: int = 0):
         self.name = name
+        self._who = {"env": name, "replica": replica} if replica else {"env": name}
         self.counts: Counter[str] = Counter()
         self.in_flight = 0
         self.pause = 0.0  # s
@@ -129,7 +131,7 @@ class EnvReport:
 
     def add_line(self, values: dict[str, Any]) -> None:
         if self._path is not None:
-            append_line(self._path, {"time": time.time(), "env": self.name, **values})
+            append_line(self._path, {"time": time.time(), **self._who, **values})
 
     def _settle(self) -> None:
         self._means |= {name: sum(values) / len(values) for name, values in self._observed.items()}

@@ -113,10 +113,9 @@ def service_commands(run: Run) -> dict[str, tuple[list[str], dict[str, str]]]:
         found["sessions"] = sessions, key
     found["trainer"] = trainer_command(run), key
     for spec in run.plan.specs.values():
-        found[spec.service] = (
-            serve_command(run, spec, api_url, inference.gateway),
-            _shown(environment_secrets(run, spec)),
-        )
+        for replica, service in enumerate(spec.services):
+            command = serve_command(run, spec, api_url, inference.gateway, replica)
+            found[service] = command, _shown(environment_secrets(run, spec))
     return found
 
 

@@ -17,7 +17,8 @@ _REQUESTS, _SECONDS = 512, 1200  # atroposlib's defaults for a server
 
 
 def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) -> int:
-    """Return the environment's share of the groups in the current batch and in the batches sampled ahead.
+    """Return the environment's share of the groups in the current batch and in the batches sampled ahead, of a replica
+    its part of that.
 
     ``spec``: None for an environment that joins, which may be the only one.
     """
@@ -26,7 +27,7 @@ def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) ->
         return max(_LEAST_GROUPS, math.ceil(sequences / config.environment.group_size))
     weights = sum(other.weight for other in environment_specs(config).values())
     part = max(spec.weight / weights, spec.min_batch_allocation or 0.0)
-    return max(_LEAST_GROUPS, math.ceil(sequences * part / spec.group_size))
+    return max(_LEAST_GROUPS, math.ceil(sequences * part / spec.group_size / spec.replicas))
 
 
 def request_limits(config: DictConfig) -> dict[str, Any]:

@@ -58,6 +58,14 @@ class EnvironmentSpec(Environment):
         return f"environment-{self.name}" if self.several else "environment"
 
     @property
+    def services(self) -> list[str]:
+        """The name of each replica's service."""
+        return [self.service_of(replica) for replica in range(self.replicas)]
+
+    def service_of(self, replica: int) -> str:
+        return f"{self.service}.{replica}" if replica else self.service
+
+    @property
     def interpreter(self) -> str:
         """The program that runs it. A path is made absolute; a name is left to PATH."""
         python = os.path.expanduser(self.python or sys.executable)

@@ -138,6 +138,7 @@ def _joined(config: DictConfig) -> Rules:
         ("environment.args", dict(config.environment.args)),
         ("environment.reward_bridge", config.environment.reward_bridge),
         ("environment.credit", None if config.sessions.enabled else config.environment.credit),
+        ("environment.replicas", config.environment.replicas if config.environment.replicas > 1 else None),
         ("evaluation.every", config.evaluation.every),
     ):
         yield (

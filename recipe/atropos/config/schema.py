@@ -95,7 +95,8 @@ class Environment(Section):
     credit: dict[str, Any] | None = about("Advantages of its turns, see credit/group.py; null: its own, or GRPO's")
     weight: Positive = about("Of several: its part of what is not allocated, relative to the others'")
     min_batch_allocation: Share | None = about("Of several: the part of each batch it has at least; null: none")
-    max_restarts: Limit = about("Restarts before it is abandoned")
+    replicas: Count = about("Processes of it, each with its part of the items; else they count as one")
+    max_restarts: Limit = about("Restarts before it is abandoned, of each replica")
     start_timeout: Seconds = about("Seconds until it must have registered")
     evaluate: bool = about("Evaluate with its own evaluate()")
 

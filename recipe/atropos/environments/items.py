@@ -2,7 +2,9 @@
 
 Guarantees:
 
-- Every training item comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it.
+- Every training item comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it from
+  its last checkpoint, so that what was begun since comes again.
+- Of N replicas each has every N-th item, in the same order, and epochs, pools and a curriculum of its own.
 - With ``difficulty_pools`` an item whose last group had equal scores is left out of an epoch unless a seeded draw lets
   it come; with ``curriculum_threshold`` so is one of a level that has not begun. Both follow the environment's own
   scores, before any shaping. A checkpoint has them. What comes is reproducible given the groups that have come back,
@@ -12,10 +14,13 @@ Guarantees:
 
 import asyncio
 import hashlib
+import json
+import logging
 import random
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -25,6 +30,9 @@ from pydantic import Field
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.files import write_atomic
+
+logger = logging.getLogger(__name__)
 
 _WINDOW = 32  # groups of a level over which its mean score is taken
 
@@ -57,6 +65,7 @@ class ItemsEnv(BaseEnv):
 
     env_config_cls = ItemsEnvConfig
     report: EnvReport  # the adapter's, where it is adapted
+    shard = (0, 1)  # (K, N): every N-th item from the K-th on; the adapter sets it, see adapter.replicas
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -109,8 +118,12 @@ class ItemsEnv(BaseEnv):
     # ------------------------------------------------------------------ items
 
     async def setup(self) -> None:
-        """Load both splits. Raises what ``check_config`` raises."""
+        """Load both splits. Raises what ``check_config`` raises, and ConfigurationError if no item is left for it."""
         self.train, self.test = self.load(self.config)
+        replica, replicas = self.shard
+        self._own = range(replica, len(self.train), replicas)
+        if not self._own:
+            raise ConfigurationError(f"replicas={replicas}: there are {len(self.train)} items; give at most as many")
         self._levels = levels(self.config, self.train)
         self._order: tuple[int, Sequence[int]] = (-1, [])
 
@@ -132,9 +145,9 @@ class ItemsEnv(BaseEnv):
     async def get_next_item(self) -> Item:
         """Return the next training problem, epoch after epoch, without end."""
         while True:
-            epoch, index = divmod(self.position, len(self.train))
+            epoch, index = divmod(self.position, len(self._own))
             if self._order[0] != epoch:
-                self._order = (epoch, self.order(epoch))
+                self._order = (epoch, [each for each in self.order(epoch) if each in self._own])
             self.position += 1
             item = self.train[self._order[1][index]]
             if self._comes(item, epoch):
@@ -180,9 +193,24 @@ class ItemsEnv(BaseEnv):
         self._count_for_level(item, fmean(scores))
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save what decides which items come; BaseEnv sets saved items as attributes when a run resumes at ``step``."""
+        """Save what decides which items come, and ``data``; ``load_checkpoint`` sets them as attributes."""
         own = {name: getattr(self, name) for name in ("position", "pool", "stage", "stage_scores")}
-        super().save_checkpoint(step, {**own, **(data or {})})
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        write_atomic(self._checkpoints / f"step-{step}.json", json.dumps({**own, **(data or {})}).encode())
+
+    def load_checkpoint(self) -> None:
+        """Continue from the newest checkpoint up to the current step: the trainer's may be between two of them."""
+        steps = [int(path.stem.removeprefix("step-")) for path in self._checkpoints.glob("step-*.json")]
+        step = max((step for step in steps if step <= self.curr_step), default=None)
+        if step is None:
+            logger.warning("%s: none up to step %d, so items begin anew", self._checkpoints, self.curr_step)
+            return
+        for name, value in json.loads((self._checkpoints / f"step-{step}.json").read_bytes()).items():
+            setattr(self, name, value)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.checkpoint_dir, "env_checkpoints", self.wandb_prepend)
 
     # ------------------------------------------------------------------ evaluation
 

@@ -51,9 +51,14 @@ class AlarmWatch:
         settings = dict(leaves(OmegaConf.to_container(run.config)))
         history = History(Limits.from_config(settings), begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
-        self._readers = {name: LineReader(run.files.environment_report(name)) for name in specs}
+        self._readers = [
+            (name, LineReader(run.files.environment_report(name, replica)))
+            for name, spec in specs.items()
+            for replica in range(spec.replicas)
+        ]
         for name, spec in specs.items():
-            history.environment(name).log = str(run.files.log(spec.service))
+            logs = spec.service if spec.replicas == 1 else f"{spec.service}*"
+            history.environment(name).log = str(run.files.log(logs))
         self._lines = read_lines(run.files.alarms)
         for line in left_open(self._lines):
             self._record({**line, "state": "cleared", "time": time.time(), "step": version})
@@ -69,15 +74,17 @@ class AlarmWatch:
         history = self.watchdog.history
         for line in lines:
             history.add_step(line)
-        for name, reader in self._readers.items():
+        for name, reader in self._readers:
             for line in reader.new_lines():
                 if line["time"] >= self._run.started or "registered" in line:  # counts of an earlier start say nothing
                     history.add_report(name, line)
         if self._asking.done():
             self._asking.result()
         for name, spec in self._specs.items():
-            if spec.service in self._run.abandoned:
-                history.environment(name).abandoned = f"it was abandoned after {spec.max_restarts} restarts"
+            if lost := [service for service in spec.services if service in self._run.abandoned]:
+                which = "it" if spec.replicas == 1 else f"of its {spec.replicas} replicas, {', '.join(lost)}"
+                history.environment(name).goes_on = len(lost) < spec.replicas
+                history.environment(name).abandoned = f"{which} was abandoned after {spec.max_restarts} restarts"
         changed = self.watchdog.changes(time.time())
         for change in changed:
             self._record(change)

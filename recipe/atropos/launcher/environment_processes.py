@@ -3,6 +3,7 @@
 Guarantees:
 
 - each runs through the adapter in a separate process, under its own name, and reports to ``environments/NAME.jsonl``;
+  with ``replicas``, in several (``adapter.replicas``), of which each is started, restarted and abandoned by itself;
 - an environment that ends before its first registration has failed to start: it ends the run, with its last log lines;
 - an environment that ends later is restarted up to ``max_restarts`` times and then abandoned; when no other is left,
   the run ends;
@@ -27,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from rich.markup import escape
 
 import recipe
-from recipe.atropos.adapter.settings import AdapterSettings
+from recipe.atropos.adapter.settings import WARNING, AdapterSettings
 from recipe.atropos.config.concurrency import groups_in_flight
 from recipe.atropos.config.derived_timeouts import worker_timeout
 from recipe.atropos.config.env_specs import EnvironmentSpec, options
@@ -127,6 +129,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     anywhere = "http://127.0.0.1:1"
     command = [
         *environment_command(run, spec.model_copy(update={"reward_bridge": None}), "serve", anywhere, anywhere),
+        *AdapterSettings(replica=0, replicas=spec.replicas).flags(),
         "--check",
     ]
     try:
@@ -136,6 +139,9 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     except TimeoutError:
         return f"{spec.key}.target={spec.target}: not imported within {spec.key}.start_timeout={spec.start_timeout:g} s"
     if status == 0:
+        for line in printed.splitlines():
+            if line.startswith(WARNING):
+                console.print(f"[bold yellow]{spec.key}[/] {escape(line.removeprefix(WARNING))}", soft_wrap=True)
         return None
     lines = [line for line in printed.splitlines() if line.strip()] or [f"exit status {status}"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
@@ -187,11 +193,13 @@ def write_bridge(run: Run, spec: EnvironmentSpec) -> None:
         write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
 
 
-def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str) -> list[str]:
-    """Return the command of an environment that serves the run, with the adapter's settings."""
+def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str, replica: int = 0) -> list[str]:
+    """Return the command of an environment's replica that serves the run, with the adapter's settings."""
     settings = AdapterSettings(
         groups_in_flight=groups_in_flight(run.config, spec),
-        report=str(run.files.environment_report(spec.name)),
+        report=str(run.files.environment_report(spec.name, replica)),
+        replica=replica,
+        replicas=spec.replicas,
         credit=None if spec.credit is None else json.dumps(dict(spec.credit)),
     )
     return environment_command(run, spec, "serve", api_url, server_url) + settings.flags()
@@ -231,9 +239,13 @@ def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
 
 @dataclass
 class _State:
-    """State of one environment: its current process, and the counts of all its processes."""
+    """State of one replica: its current process, and the counts of all its processes.
+
+    One of an earlier start of the run, which had more, has no process.
+    """
 
     spec: EnvironmentSpec
+    replica: int
     reader: LineReader
     service: Service | None = None
     started: float = 0.0
@@ -241,6 +253,15 @@ class _State:
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
     counts: Counter[str] = field(default_factory=Counter)  # of earlier processes
     present: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def name(self) -> str:
+        return self.spec.service_of(self.replica)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the current process, if it runs."""
+        return None if self.service is None or self.service.poll() is not None else self.service.pid
 
     @property
     def totals(self) -> Counter[str]:
@@ -265,27 +286,32 @@ class Environments:
 
     def __init__(self, run: Run, api_url: str, server_url: str):
         self._run, self._api_url, self._server_url = run, api_url, server_url
-        reports = [(spec, run.files.environment_report(name)) for name, spec in run.plan.specs.items()]
-        self._states = [_State(spec, LineReader(report)) for spec, report in reports]
+        self._states = []
+        for name, spec in run.plan.specs.items():
+            replicas = max(spec.replicas, 1 + len([*run.files.environments.glob(f"{name}.*.jsonl")]))
+            readers = [LineReader(run.files.environment_report(name, replica)) for replica in range(replicas)]
+            self._states += [_State(spec, replica, reader) for replica, reader in enumerate(readers)]
         for state in self._states:
             state.read()  # also what an interrupted run left, whose registrations the API keeps
 
     def start(self) -> None:
         for state in self._states:
-            self._start(state)
+            if state.replica < state.spec.replicas:
+                self._start(state)
 
     def _start(self, state: _State) -> Service:
         spec, config = state.spec, self._run.config
-        report = self._run.files.environment_report(spec.name)
+        report = self._run.files.environment_report(spec.name, state.replica)
         report.parent.mkdir(parents=True, exist_ok=True)
-        append_line(report, {"time": time.time(), "env": spec.name, "started": True})
+        line = {"time": time.time(), "env": spec.name, "started": True}
+        append_line(report, line | ({"replica": state.replica} if state.replica else {}))
         write_bridge(self._run, spec)
-        command = serve_command(self._run, spec, self._api_url, self._server_url)
+        command = serve_command(self._run, spec, self._api_url, self._server_url, state.replica)
         variables = {
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
             **environment_secrets(self._run, spec),
         }
-        state.service = self._run.start(spec.service, command, **variables)
+        state.service = self._run.start(state.name, command, **variables)
         state.started, state.is_registered = time.monotonic(), False
         return state.service
 
@@ -297,29 +323,30 @@ class Environments:
         """
         for state in self._states:
             state.read()
-            if state.is_registered and state.spec.service not in self._run.restart_policies:
+            if state.is_registered and state.name not in self._run.restart_policies:
                 self._enable_restarts(state)
             await self._deregister_dead(state)
-            self._check_start(state)
+            if state.service is not None:
+                self._check_start(state)
 
     def _enable_restarts(self, state: _State) -> None:
         limit, key = state.spec.max_restarts, f"{state.spec.key}.max_restarts"
-        self._run.restart_policies[state.spec.service] = RestartPolicy(
+        self._run.restart_policies[state.name] = RestartPolicy(
             partial(self._start, state), limit, kind="environment", key=key, optional=True
         )
 
     async def _deregister_dead(self, state: _State) -> None:
         for pid, number in tuple(state.registrations):
-            if pid == state.service.pid and state.service.poll() is None:
+            if pid == state.pid:
                 continue
             try:
                 # A process that lives may have the number again, from an API with another store.
-                if state.service.poll() is not None or (state.service.pid, number) not in state.registrations:
+                if (state.pid, number) not in state.registrations:
                     async with self._run.api_client(self._api_url) as api:
                         await api.disconnect_env(number)
             except TrajectoryApiError as error:
                 if error.status != 404:
-                    console.print(f"[bold]{state.spec.service}[/] not taken off the Trajectory API yet: {error}")
+                    console.print(f"[bold]{state.name}[/] not taken off the Trajectory API yet: {error}")
                     return  # the next call tries again
             state.registrations.remove((pid, number))
 
@@ -327,7 +354,7 @@ class Environments:
         service, limit = state.service, state.spec.start_timeout
         if state.is_registered or service.poll() is not None or time.monotonic() - state.started < limit:
             return
-        if state.spec.service not in self._run.restart_policies:
+        if state.name not in self._run.restart_policies:
             raise service.failure(
                 f"has not registered with the Trajectory API within {state.spec.key}.start_timeout={limit:g} s"
             )
@@ -349,10 +376,12 @@ class Environments:
         found = {}
         for state in self._states:
             state.read()
-            policy = self._run.restart_policies.get(state.spec.service)
-            found[state.spec.name] = {
-                **dict(sorted(state.totals.items())),
-                "restarts": policy.count if policy else 0,
-                "abandoned": state.spec.service in self._run.abandoned,
+        for name, spec in self._run.plan.specs.items():
+            totals = sum((state.totals for state in self._states if state.spec is spec), Counter())
+            policies = [self._run.restart_policies.get(service) for service in spec.services]
+            found[name] = {
+                **dict(sorted(totals.items())),
+                "restarts": sum(policy.count for policy in policies if policy),
+                "abandoned": self._run.abandoned.issuperset(spec.services),
             }
         return found

@@ -159,7 +159,7 @@ class Evaluations:
             if isinstance(result, ServiceFailed):
                 failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
                 append_line(self._path, failure)
-                if spec.service in self._run.abandoned:
+                if self._run.abandoned.issuperset(spec.services):
                     console.print(f"[bold red]eval[/]    version {version}: {escape(str(result))}", soft_wrap=True)
                     continue
             if isinstance(result, BaseException):

@@ -107,7 +107,11 @@ def read_history(folder: str | Path) -> History:
     run = RunDir(folder)
     if not any(path.exists() for path in (run.config, run.metrics, run.summary, run.environments)):
         raise ConfigurationError(f"{folder}: no run is in this folder; give a run's folder, such as runs/demo")
-    reports = {path.stem: read_lines(path) for path in sorted(run.environments.glob("*.jsonl"))}
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(run.environments.glob("*.jsonl")):  # NAME.jsonl, of other replicas NAME.K.jsonl
+        reports.setdefault(path.name.partition(".")[0], []).extend(read_lines(path))
+    for lines in reports.values():
+        lines.sort(key=lambda line: line["time"])
     config = without_secrets(read_yaml(run.config)) if run.config.exists() else {}
     running, host = _who_runs(run)
     return History(
@@ -146,17 +150,18 @@ def _who_runs(run: RunDir) -> tuple[bool, str | None]:
 
 
 def _added(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], dict[str, int]]]:
-    """Yield what each line adds to the counts before; they begin at 0 when a process of the environment starts."""
-    before: Mapping[str, int] = {}
+    """Yield what each line adds to the counts before; a replica's begin at 0 when a process of it starts."""
+    latest: dict[int, Mapping[str, int]] = {}
     for line in lines:
+        replica = line.get("replica", 0)
         if "counts" not in line:
-            before = {} if line.get("started") else before
+            latest[replica] = {} if line.get("started") else latest.get(replica, {})
             continue
-        counts = line["counts"]
+        counts, before = line["counts"], latest.get(replica, {})
         if any(counts.get(name, 0) < n for name, n in before.items()):
             before = {}
         yield line, {name: n - before.get(name, 0) for name, n in counts.items()}
-        before = counts
+        latest[replica] = counts
 
 
 def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:

@@ -86,8 +86,8 @@ class RunDir:
     def reward_bridge(self, environment: str) -> Path:
         return self.environments / f"{environment}.reward_bridge.yaml"
 
-    def environment_report(self, name: str) -> Path:
-        return self.environments / f"{name}.jsonl"
+    def environment_report(self, name: str, replica: int = 0) -> Path:
+        return self.environments / (f"{name}.{replica}.jsonl" if replica else f"{name}.jsonl")
 
     def remove_partial(self) -> None:
         """Remove partial files that killed processes left."""

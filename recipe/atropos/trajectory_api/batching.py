@@ -35,7 +35,7 @@ import bisect
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,7 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class EnvironmentQueue:
-    """What an environment has in the queue, and its share of the batches."""
+    """What an environment has in the queue, and its share of the batches. All its replicas have the same one."""
 
     name: str = "an unknown environment"
     weight: float = 1.0
@@ -153,13 +153,17 @@ class Queue:
         self._plan: Plan | None = None
 
     def __iter__(self) -> Iterator[Entry]:
-        return itertools.chain(self.order, *(env.waiting for env in self.environments.values()))
+        return itertools.chain(self.order, *(env.waiting for env in self.each()))
 
     def environment(self, env: int | None) -> EnvironmentQueue:
         """Return what an environment has in the queue, from now on if it is new."""
         if env not in self.environments:
             self.environments[env] = EnvironmentQueue()
         return self.environments[env]
+
+    def each(self) -> Iterable[EnvironmentQueue]:
+        """Return what each environment has in the queue, once for all its replicas."""
+        return dict.fromkeys(self.environments.values())
 
     @property
     def sequences(self) -> int:
@@ -182,7 +186,7 @@ class Queue:
                 self.environments[entry.env].time -= entry.charge
                 entry.charge = 0.0
         self.order = [entry for entry in self.order if entry.is_open]
-        for env in self.environments.values():
+        for env in self.each():
             env.waiting.clear()
         for entry in groups:
             if self.takes(entry.size):
@@ -193,9 +197,12 @@ class Queue:
         """Whether a group of ``size`` sequences may be in a batch."""
         return self.batch_size is None or (size <= self.batch_size and not (self.exact and self.batch_size % size))
 
-    def set_share(self, env: int | None, name: str, weight: float, minimum: float) -> None:
-        """Set an environment's name, its weight, and the part of the batches that is allocated to it."""
-        own = self.environment(env)
+    def set_share(self, env: int | None, name: str, weight: float, minimum: float, of: int | None = None) -> None:
+        """Set an environment's name, its weight, and the part of the batches that is allocated to it.
+
+        ``of``: the first of its replicas, whose queue is this one's too; None: it has none.
+        """
+        own = self.environments.setdefault(env, self.environment(env if of is None else of))
         if (own.name, own.weight, own.minimum) != (name, weight, minimum):
             own.name, own.weight, own.minimum, self._plan = name, weight, minimum, None
 
@@ -270,7 +277,7 @@ class Queue:
         """Return the environment whose turn it is to add to the order, None if none wants to. It may have announced a
         request that has not come yet.
         """
-        wanting = [env for env in self.environments.values() if env.wants and self._still_wants(env)]
+        wanting = [env for env in self.each() if env.wants and self._still_wants(env)]
         if not wanting:
             return None
         self._now = max(self._now, min(env.time for env in wanting))
@@ -338,7 +345,7 @@ class Queue:
 
     def shares(self) -> Callable[[EnvironmentQueue], float]:
         """Return a function that gives an environment's part of the batches, beside all that have or want something."""
-        present = [env for env in self.environments.values() if env.begun or env.groups or env.wants]
+        present = [env for env in self.each() if env.begun or env.groups or env.wants]
         allocated = sum(env.minimum for env in present)
         rest = max(0.0, 1 - allocated) / (sum(env.weight for env in present) or 1.0)
         return lambda env: max(_LEAST_SHARE, env.minimum / max(1.0, allocated) + rest * env.weight)

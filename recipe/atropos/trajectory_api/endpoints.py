@@ -50,13 +50,14 @@ class Registration(msgspec.Struct):
 
 
 class EnvRegistration(msgspec.Struct):
-    """An environment's."""
+    """An environment's, or one of its replicas': those of one ``desired_name`` count as one environment."""
 
     max_token_length: Int
     desired_name: str | None
     weight: float | None
     group_size: Int
     min_batch_allocation: float | None = None
+    replica: Int | None = None  # None: it has none
 
 
 @dataclass(frozen=True)

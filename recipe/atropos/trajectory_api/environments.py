@@ -49,6 +49,11 @@ class Environment:
         return min(1.0, max(0.0, self.registration.min_batch_allocation or 0.0))
 
     @property
+    def unit(self) -> int | str | None:
+        """What counts as one environment: itself, or all replicas of its name, those of ended processes too."""
+        return self.id if self.registration.replica is None else self.registration.desired_name
+
+    @property
     def alive(self) -> bool:
         return self.connected and time.monotonic() - self.seen < ALIVE_SECONDS
 
@@ -87,24 +92,36 @@ class Environments:
         self.by_id[number] = Environment(number, f"{registration.desired_name}_{same}", registration, key=key)
         return self.by_id[number]
 
+    def apply_share(self, environment: Environment, queue: Queue) -> None:
+        """Tell the queue an environment's name and share, the same for all its replicas: it has one queue, and the
+        newest registration's share; its allocation holds while one of them lives.
+        """
+        replicas = [one for one in self if one.unit == environment.unit]
+        newest = replicas[-1]
+        minimum = newest.minimum if any(one.alive for one in replicas) else 0.0
+        queue.set_share(environment.id, newest.name, max(newest.weight, LEAST_WEIGHT), minimum, replicas[0].id)
+
     def status(self, number: int, queue: Queue) -> dict[str, Any]:
         """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""
         own = self.get(number)
         self.touch(number)
         own.connected = True
         connected = [other for other in self if other.alive]
-        total = sum(other.registration.max_token_length * other.weight for other in connected)
-        weight = own.registration.max_token_length * own.weight / total if total > 0 else 1.0
+        allocated = sum({other.unit: other.minimum for other in connected}.values())
+        replicas = Counter(other.unit for other in connected)
+        tokens = {one.id: one.registration.max_token_length * one.weight / replicas[one.unit] for one in connected}
+        total = sum(tokens.values())
+        weight = tokens[number] / total if total > 0 else 1.0
         largest = max(queue.sizes, default=1)
         group_size = max(1, own.registration.group_size)
         queued, others = queue.environment(number).sequences, 0
-        for env, other in queue.environments.items():
-            if env != number:
+        for other in queue.each():
+            if other is not queue.environment(number):
                 minimum = int((queue.batch_size or 0) * other.minimum)
                 others += max(0, math.ceil(other.sequences / largest) * largest - minimum)
         return {
             "queue_size": (queued + others) // group_size,
-            "unallocated_fraction": 1.0 - min(1.0, sum(other.minimum for other in connected)),
+            "unallocated_fraction": 1.0 - min(1.0, allocated),
             "self_queue_size": queued // group_size,
             "max_group_size": largest,
             "env_weight": max(LEAST_WEIGHT, weight),

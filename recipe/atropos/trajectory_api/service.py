@@ -22,7 +22,6 @@ import msgspec
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import (
     EXPECTED_SECONDS,
-    LEAST_WEIGHT,
     UNBOUNDED,
     Entry,
     EnvironmentQueue,
@@ -158,8 +157,7 @@ class Service:
 
     def apply_share(self, environment: Environment) -> None:
         """Tell the queue an environment's name and share; its allocation holds while it lives."""
-        minimum = environment.minimum if environment.alive else 0.0
-        self.queue.set_share(environment.id, environment.name, max(environment.weight, LEAST_WEIGHT), minimum)
+        self.environments.apply_share(environment, self.queue)
 
     def set_batch_size(self, trainer: Trainer) -> None:
         """Plan batches for a trainer; queued groups that fit into none of its batches are dropped, and counted."""
@@ -313,7 +311,7 @@ class Service:
         trainer = self.trainer
         if trainer is None or trainer.waiting_since is None:
             return
-        of_all = max((max(env.seconds, default=0.0) for env in self.queue.environments.values()), default=0.0)
+        of_all = max((max(env.seconds, default=0.0) for env in self.queue.each()), default=0.0)
         for entry in self.queue.plan().holding:
             if entry.number not in self.queue.tickets:  # its post is being stored
                 continue

@@ -1,6 +1,7 @@
 """What a Trajectory API says about itself: ``/diagnose``, ``/metrics`` and the page at ``/``."""
 
 import time
+from collections import Counter
 from typing import Any
 
 from aiohttp import web
@@ -8,6 +9,7 @@ from aiohttp import web
 from recipe.atropos.data.rows import ENV_IDS_PER_RUN
 from recipe.atropos.data.scored_group import KEYS, unpack
 from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api.batching import EnvironmentQueue
 from recipe.atropos.trajectory_api.endpoints import Caller, Int, Registration, endpoint
 from recipe.atropos.trajectory_api.service import Service
 
@@ -132,30 +134,40 @@ def _by_size(groups: dict[int, int]) -> dict[str, int]:
 
 
 def environments(service: Service) -> list[dict[str, Any]]:
-    """Return a line for each environment, and one for groups of none that is known, if there are any."""
+    """Return a line for each environment, and one for groups of none that is known, if there are any.
+
+    ``env_id`` is that of its newest replica, if it has several; ``replica_unseen_seconds`` says how long the one that
+    was seen longest ago has been silent, of those that have not left.
+    """
     queue, now, found = service.queue, time.monotonic(), []
     open_tickets: dict[int | None, int] = {}
     for entry in queue.tickets.values():
         open_tickets[entry.env] = open_tickets.get(entry.env, 0) + 1
+    numbers: dict[EnvironmentQueue, list[int | None]] = {}
     for env, own in queue.environments.items():
-        environment = service.environments.by_id.get(env) if env is not None else None
+        numbers.setdefault(own, []).append(env)
+    for own, envs in numbers.items():
+        known = [service.environments.by_id[env] for env in envs if env in service.environments.by_id]
         line: dict[str, Any] = {
-            "env_id": env,
-            "name": environment.name if environment else "unknown",
+            "env_id": envs[-1],
+            "name": known[-1].name if known else "unknown",
             "queued_sequences": own.sequences,
             "queued_groups": own.groups.total(),
             "sizes": _by_size(own.groups),
-            "open_tickets": open_tickets.get(env, 0),
+            "open_tickets": sum(open_tickets.get(env, 0) for env in envs),
             "weight": own.weight,
             "min_batch_allocation": own.minimum,
         }
-        if environment is not None:
+        if known:
+            newest, unseen = known[-1], {one.registration.replica: now - one.seen for one in known if one.connected}
             line |= {
-                "number": environment.id % ENV_IDS_PER_RUN,
-                "alive": environment.alive,
-                "seen_seconds_ago": round(now - environment.seen, 1),
-                "group_size": environment.registration.group_size,
-                "counts": dict(sorted(environment.counts.items())),
+                "number": newest.id % ENV_IDS_PER_RUN,
+                "alive": any(one.alive for one in known),
+                "replicas": sum(one.alive for one in known),
+                "seen_seconds_ago": round(now - max(one.seen for one in known), 1),
+                "replica_unseen_seconds": round(max(unseen.values(), default=now - newest.seen), 1),
+                "group_size": newest.registration.group_size,
+                "counts": dict(sorted(sum((one.counts for one in known), Counter()).items())),
             }
         found.append(line)
     return found

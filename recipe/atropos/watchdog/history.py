@@ -87,24 +87,29 @@ class EnvironmentHistory:
     """What an environment reported. ``counts`` are over all its processes: ended items and what became of them."""
 
     name: str
-    number: int | None = None  # its registration
+    numbers: dict[int, int | None] = field(default_factory=dict)  # registrations, by replica
     log: str | None = None
     abandoned: str = ""  # why
-    in_flight: int = 0
+    goes_on: bool = False  # though replicas of it were abandoned
     counts: Counter[str] = field(default_factory=Counter)
     pulse: Pulse = field(default_factory=lambda: Pulse(0.0))
     score: float | None = None  # mean over everything scored since the report before
     at_last_group: _Counted = (0.0, None, Counter())  # or at the first report
     recent: deque[_Counted] = field(default_factory=lambda: deque(maxlen=_REPORTS))  # empty before the first report
-    _of_process: Counter[str] = field(default_factory=Counter)
+    _of_process: dict[int, Counter[str]] = field(default_factory=dict)  # by replica
+    _in_flight: Counter[int] = field(default_factory=Counter)  # by replica
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight.total()
 
     def add(self, line: Mapping[str, Any], step: int | None) -> None:
         """Add a line of its report, at ``step``."""
-        now = line["time"]
+        now, replica = line["time"], line.get("replica", 0)
         if "registered" in line:
-            self.number = line["registered"]
+            self.numbers[replica] = line["registered"]
         if "started" in line:  # a new process counts from 0, and registers again
-            self._of_process, self.in_flight, self.number = Counter(), 0, None
+            self._of_process[replica], self._in_flight[replica], self.numbers[replica] = Counter(), 0, None
         if not self.recent:
             self.pulse, self.at_last_group = Pulse(now), (now, step, Counter())
             self.recent.append(self.at_last_group)
@@ -112,8 +117,8 @@ class EnvironmentHistory:
             return
         before, idle = self.counts.copy(), self.in_flight == 0
         present = _outcomes(line["counts"])
-        self.counts = self.counts + (present - self._of_process)
-        self._of_process, self.in_flight = present, line["in_flight"]
+        self.counts = self.counts + (present - self._of_process.get(replica, Counter()))
+        self._of_process[replica], self._in_flight[replica] = present, line["in_flight"]
         self.score = line["means"].get("score", self.score)
         if idle:
             self.pulse.rest(now)

@@ -25,6 +25,7 @@ TWO = "environments={a: {weight: 3.0, group_size: 4}, b: {weight: 1.0, min_batch
         (["trainer.atropos.max_staleness=3"], [512]),
         (["environment.group_size=16", "trainer.atropos.max_staleness=0"], [64]),
         ([TWO, "trainer.atropos.max_staleness=0"], [192, 64]),
+        (["environment.replicas=3", "trainer.atropos.max_staleness=0"], [43]),  # of each
         (["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch_size=1"], [8]),  # BaseEnv's own at least
     ],
 )

@@ -202,9 +202,9 @@ def test_sizes_that_fill_little_of_a_batch_are_named():
 def test_a_process_number_used_again_is_not_registered(tmp_path):
     report = tmp_path / "a.jsonl"
     append_line(report, {"registered": 3, "pid": 7})
-    state = _State(None, LineReader(report))
+    state = _State(None, 0, LineReader(report))
     state.read()
-    state.service = SimpleNamespace(pid=7)
+    state.service = SimpleNamespace(pid=7, poll=lambda: None)
     state.read()
     assert state.registrations == [(7, 3)] and not state.is_registered
     append_line(report, {"registered": 4, "pid": 7})

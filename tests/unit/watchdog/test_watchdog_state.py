@@ -111,7 +111,7 @@ def test_watchdog_counts_all_processes_of_an_environment():
     ):
         history.add_report(ENV, {"time": float(time), "env": ENV, **line})
     environment = history.environment(ENV)
-    assert environment.number is None and environment.in_flight == 0 and environment.score == 0.5
+    assert environment.numbers == {0: None} and environment.in_flight == 0 and environment.score == 0.5
     assert dict(environment.counts) == {"items": 26, "sent": 20, "too_long": 6, "not sent:too_long": 6}
 
 

@@ -129,7 +129,8 @@ def _environment(history: History, environment: EnvironmentHistory, now: float) 
         since, step, _ = environment.at_last_group if environment.recent else (now, history.step, None)
         text = f"{environment.abandoned}{_log_hint(environment)}"
         yield Finding("environment_silent", text, since, step, environment.name)
-        return
+        if not environment.goes_on:
+            return
     found = next(_dry(environment), None) or next(_mostly(environment), None)
     found = found or next(_silent(history, environment, now), None)
     if (
@@ -184,9 +185,9 @@ def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
 
 
 def _silent(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
-    lines = {line["env_id"]: line for line in history.api.get("environments", ())}
-    line = lines.get(environment.number, {}) if environment.number is not None else {}
-    if (unseen := line.get("seen_seconds_ago", 0.0)) > history.limits.silent_after:
+    numbers = {number for number in environment.numbers.values() if number is not None}
+    line = next((line for line in history.api.get("environments", ()) if line["env_id"] in numbers), {})
+    if (unseen := line.get("replica_unseen_seconds", line.get("seen_seconds_ago", 0.0))) > history.limits.silent_after:
         since = (history.api_time or now) - unseen
         text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
         yield Finding(
