@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
-TRAINING, HELD_OUT = 512, 100  # items
+TRAINING, HELD_OUT = 512, 50  # items
 POINTS, SECONDS = 20.0, 600.0
-STEPS, GROUPS, LEARNING_RATE = 8, 4, 3e-4  # few sessions: a command takes a second to import its client's package
+STEPS, GROUPS, LEARNING_RATE = 6, 4, 3e-4  # few sessions: a command takes a second to import its client's package
 QUICK = ("openai chat", "openai chat, tool")
 
 # --------------------------------------------------------------------- the policy that calls a tool
