@@ -250,7 +250,7 @@ def test_microscope_gradient_is_that_of_its_success():
 
 
 def test_microscope_turn_tree_is_unbiased():
-    """Where a branch was chosen among the turns that happened, long episodes would count too much: 20 deviations."""
+    """Where a branch was chosen among the turns that happened, long episodes would count too much: 10 deviations."""
     item = Item((0,), skills=1, slack=1)
     policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(2, 3)))
     rng, found = np.random.default_rng(1), []
