@@ -118,7 +118,7 @@ def compute_advantages(rows: DataProto, algorithm: DictConfig, atropos: DictConf
     """Add ``advantages`` and ``returns``, (B, R) float32, to rows (no padding rows) with ``token_level_rewards``.
 
     Also add ``has_signal``, (B,) bool: whether a trained token's advantage was nonzero before normalization, by more
-    than rounding and verl's whitening.
+    than rounding and verl's whitening. ``credit``, (B,), stays where it made a row's advantages.
     ``moments`` is updated with this batch if normalization is "global", over the trained tokens of the whole run.
 
     Raises:
@@ -136,6 +136,7 @@ def compute_advantages(rows: DataProto, algorithm: DictConfig, atropos: DictConf
             f"{(~own).sum()} of {len(rows)} rows came without advantages and trainer.atropos.fallback_to_grpo is "
             "false; set it to true, or let the environment send them"
         )
+    others["credit"] = np.where(own, others["credit"], None)
     scored, joined = _scored_trajectories(rows, needs, own, algorithm.use_kl_in_reward)
     advantages, returns = _estimated(scored, needs, algorithm)
     silent = _equal_returns(scored, returns, needs)[joined.index][: len(rows)] & torch.from_numpy(~own)

@@ -39,6 +39,7 @@ def check_config(config: DictConfig) -> None:
         _check_shaping(spec)
     if not specs:
         _check_credit("environment", config.environment.credit)
+    _check(_ignored_credit(config, specs))
     _check(chain(() if specs else _joined(config), _training(config), _weight_sync(config), _transport(config)))
 
 
@@ -163,6 +164,21 @@ def _check_credit(key: str, given: Mapping[str, Any] | None, python: str | None 
         credit = Credit.parse(dict(given), f"{key}.credit")
         if python is None:  # else its own interpreter has the function
             credit.function()
+
+
+def _ignored_credit(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rules:
+    """Yield settings under which the advantages of ``credit`` would be computed, sent, and not used."""
+    estimator, own = config.algorithm.adv_estimator, {spec.key: spec.credit for spec in specs}
+    for key, credit in (own or {"environment": config.environment.credit}).items():
+        for ignored, setting, fix in (
+            (
+                not ESTIMATORS[estimator].token_advantages,
+                f"algorithm.adv_estimator={estimator}, which reads no advantages of the environment",
+                "choose grpo_atropos",
+            ),
+            (not config.trainer.atropos.use_advantages, "trainer.atropos.use_advantages=false", "set it to true"),
+        ):
+            yield credit is not None and ignored, f"{key}.credit has no effect with {setting}; {fix}, or drop credit"
 
 
 def _algorithm(config: DictConfig) -> Rules:

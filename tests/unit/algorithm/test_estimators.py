@@ -119,6 +119,14 @@ def test_environment_advantages_reach_their_tokens(by_std, use_own):
     assert data.non_tensor_batch["has_signal"].tolist() == [any(row.values()) for row in as_rows(data)]
 
 
+@pytest.mark.parametrize(("use_own", "told"), [(True, ["lam=0", "lam=0", None]), (False, [None] * 3)])
+def test_credit_is_told_where_it_made_the_advantages(use_own, told):
+    credited = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "advantages": [[0.0, 1.0]] * 2}
+    other = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
+    data = estimate([credited | {"group_overrides": {"credit": "lam=0"}}, other], use_advantages=use_own)
+    assert data.non_tensor_batch["credit"].tolist() == told
+
+
 @pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
 def test_batch_without_own_advantages_gets_verls_grpo(by_std):
     groups = mixed_groups()

@@ -29,6 +29,10 @@ CASES = {
     f"algorithm.adv_estimator=rloo {ATROPOS}.fallback_to_grpo=false": "or choose grpo_atropos",
     "algorithm.kl_penalty=foo": "algorithm.kl_penalty=foo; choose one of kl",
     f"{ATROPOS}.use_advantages=false {ATROPOS}.fallback_to_grpo=false": "leave no advantage",
+    "environment.credit={} algorithm.adv_estimator=rloo": (
+        "environment.credit has no effect with algorithm.adv_estimator=rloo, which reads no advantages"
+    ),
+    f"environment.credit={{}} {ATROPOS}.use_advantages=false": "use_advantages=false; set it to true, or drop credit",
     f"{ATROPOS}.advantage_normalization=max": "choose one of none, batch, global",
     f"{ATROPOS}.advantage_clipping=[1,-1]": "low below high",
     f"{ACTOR}.policy_loss.loss_mode=sft": "choose one of advantage_weighted_sft, ",
