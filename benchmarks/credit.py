@@ -16,10 +16,11 @@ solved, and compares the tokens that were sampled for it. Settled before the run
 Targets, of the mean tokens against outcome GRPO's: at most 0.5 at 4 steps of the chain, 0.25 at 8, 0.9 to 1.1 at 1.
 
 Every complete run is a line of ``--results``, which is kept: the same command goes on with those that are missing, and
-begins none after ``--hours``. ``--quick`` is outcome GRPO and lam 0 on the chain of 4, one learning rate and seed.
+begins none after ``--hours``. A line says of which settings it is; a file with others is refused. ``--quick`` is outcome GRPO and lam 0 on the chain of 4, one learning rate and seed.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import math
@@ -103,6 +104,22 @@ def options(key: Key, folder: Path, policy: Path, updates: int) -> list[str]:
     ]
 
 
+def settings(key: Key) -> str:
+    """Return a digest of the policy's recipe, the launcher's options and how a run is evaluated."""
+    told = [str(RECIPES[key.task]), *options(key, Path("run"), Path("policy"), UPDATES), f"solved={SOLVED}"]
+    return hashlib.sha256("\n".join(told).replace(str(ROOT), "").encode()).hexdigest()[:12]
+
+
+def read_results(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of complete runs. Exits if one is of other settings than this file's."""
+    results = list(read_lines(file)) if file.exists() else []
+    for number, one in enumerate(results, 1):
+        key = Key(*(one[name] for name in Key._fields))
+        if key.task not in RECIPES or key.method not in METHODS or one["settings"] != settings(key):
+            sys.exit(f"{file}, line {number}: {key} is of other settings; give another file")
+    return results
+
+
 def run(key: Key, folder: Path, updates: int) -> dict[str, Any]:
     """Train until 80% are solved, or to the end; return the run's line. Exits if the run fails."""
     policy = ensure_small_policy(recipe=RECIPES[key.task])
@@ -123,6 +140,7 @@ def run(key: Key, folder: Path, updates: int) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     return {
         **key._asdict(),
+        "settings": settings(key),
         "tokens": tokens,
         "accuracy": accuracy,
         "to_80": reached if math.isfinite(reached) else None,
@@ -237,7 +255,7 @@ def main() -> int:
     tasks = [arguments.only] if arguments.only else list(RECIPES)
     with tempfile.TemporaryDirectory() as name:
         file = arguments.results or Path(name) / "results.jsonl"
-        results = list(read_lines(file)) if file.exists() else []
+        results = read_results(file)
         begun = time.monotonic()
         if arguments.quick or arguments.smoke:
             keys = iter([Key("chain 4", method, RATES[1], 0) for method in list(METHODS)[:2]])
