@@ -89,7 +89,8 @@ class Credit(BaseModel):
         return found
 
 
-OF_TURNS = {"turn_values", "turn_states", "turn_numbers", "branches"}  # overrides that count turns
+_OVER_TURNS = {"turn_values", "turn_states", "turn_numbers"}  # overrides with a value for each turn
+OF_TURNS = _OVER_TURNS | {"branches"}  # overrides that count turns
 
 
 class Decision(NamedTuple):
@@ -113,6 +114,7 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     """
     if has_advantages(group):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
+    _check_turns(group)
     found = list(_decisions(group, credit, tokenizer))
     group["group_overrides"] = _overrides(group) | {"credit": credit.rule}
     raw = _overrides(group).get("raw_scores", group["scores"])
@@ -120,15 +122,15 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
         group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
         return
     if "turn_numbers" in _overrides(group):
-        found.sort(key=lambda one: _of_turn(group, "turn_numbers", one))
+        found.sort(key=lambda one: _overrides(group)["turn_numbers"][one.sequence][one.turn])
     parents = _parents(found, group)
     outcomes = np.full(len(found), np.nan)
     for i in set(range(len(found))) - {*parents.tolist()}:
         outcomes[i] = group["scores"][found[i].sequence]
-    if _overrides(group).get("turn_states") is None:
-        states = [str(group["tokens"][one.sequence][: one.start]) for one in found]
+    if named := _overrides(group).get("turn_states"):
+        states = [str(named[one.sequence][one.turn]) for one in found]
     else:
-        states = [str(_of_turn(group, "turn_states", one)) for one in found]
+        states = [str(group["tokens"][one.sequence][: one.start]) for one in found]
     values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
     decisions = Decisions(parents, outcomes, values, states)
     given = advantages(decisions, credit.gamma, credit.lam, credit.mix)
@@ -229,7 +231,7 @@ def _values(
     for i in np.flatnonzero(goes_on):
         one = found[i]
         if function is None:
-            value = _of_turn(group, "turn_values", one)
+            value = _overrides(group)["turn_values"][one.sequence][one.turn]
             try:
                 values[i] = value
             except (TypeError, ValueError, OverflowError) as error:
@@ -254,14 +256,21 @@ def _prompt(group: dict[str, Any], sequence: int) -> int:
     return next(trained_spans(group["masks"][sequence]))[0]
 
 
-def _of_turn(group: dict[str, Any], name: str, one: Decision) -> Any:
-    try:
-        return _overrides(group)[name][one.sequence][one.turn]
-    except (LookupError, TypeError) as error:
-        raise CreditError(
-            f"group_overrides.{name}: sequence {one.sequence} has no value for its turn {one.turn}; give a list over "
-            "sequences of lists over turns"
-        ) from error
+def _check_turns(group: dict[str, Any]) -> None:
+    """Raise CreditError if a list over turns, those of a branch's source included, is longer or shorter than these."""
+    for sequence, own in enumerate(turns_of(group)):
+        turns = own + (_branch(group, sequence) or (0, 0))[1]
+        for name in _OVER_TURNS & _overrides(group).keys():
+            given = _overrides(group)[name]
+            try:
+                fits = given is None or len(given[sequence]) == turns
+            except (LookupError, TypeError):
+                fits = False
+            if not fits:
+                raise CreditError(
+                    f"group_overrides.{name}: sequence {sequence} has {turns} turns; give a list over sequences of "
+                    "lists with a value for each turn"
+                )
 
 
 def token_span(tokenizer: Any, tokens: Sequence[int], start: int, end: int) -> slice:

@@ -41,8 +41,9 @@ def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str
         overrides["trajectory"] += [number] * size
         overrides["sessions"] += [session] * size
     silent = any(rows["turn_values"][0] is None and sum(map(len, rows["turn_numbers"])) > 1 for *_, rows in outcomes)
-    if silent or not any(overrides["turn_values"]):
-        del overrides["turn_values"]
+    given = overrides.pop("turn_values")
+    if any(given) and not silent:
+        overrides["turn_values"] = [values or [None] for values in given]
     group["group_overrides"] = overrides | {"group_size": len(outcomes), "env_name": env}
     return group
 

@@ -45,7 +45,7 @@ def test_credit_without_values_is_outcome_grpo(group):
 
 def test_credit_of_turn_values_by_hand(group):
     """All begin in one state; then no two histories are the same: each turn is compared with those of the others."""
-    group["group_overrides"] = {"turn_values": [[0.5, 0.5], [0.0, 0.5, 9], [0.5, 0.0, 9], [0.0, 0.0, 9]]}
+    group["group_overrides"] = {"turn_values": [[0.5, 0.5, 9], [0.0, 0.5, 9], [0.5, 0.0, 9], [0.0, 0.0, 9]]}
     add_credit(group, Credit(lam=0.0))
     progress = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, -0.5], [0.5, -0.5, 0.0], [0.0, 0.0, 1.0]])
     later = progress[:, 1:].sum()
@@ -134,14 +134,12 @@ def test_credit_of_parts_of_a_turn_by_a_function(model_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"turn_values": [[0.5], [0.5, 0.5], [0.5, 0.5], [0.5, 0.5]]},
-            "turn_values: sequence 0 has no value for its turn 1",
-        ),
-        ({"turn_states": [[1, 2, 3]]}, "turn_states: sequence 1 has no value for its turn 0"),
+        ({"turn_values": [[0.5], *[[0.5] * 3] * 3]}, "turn_values: sequence 0 has 3 turns"),
+        ({"turn_values": [[0.5] * 4] * 4}, "turn_values: sequence 0 has 3 turns"),
+        ({"turn_states": [[1, 2, 3]]}, "turn_states: sequence 1 has 3 turns"),
         ({"branches": [None, [0, 4], None, None]}, "branches: sequence 0 comes later, or ends within 4 turns"),
         ({"branches": [None, [0, 3], None, None]}, "branches: sequence 0 comes later, or ends within 3 turns"),
-        ({"turn_values": {"a": 1}}, "turn_values: sequence 0 has no value for its turn 0"),
+        ({"turn_values": {"a": 1}}, "turn_values: sequence 0 has 3 turns"),
         ({"turn_values": [["high", 1, 1]] * 4}, "turn_values: 'high' is no number"),
         ({"branches": [None, [2, 1], [1, 1], None]}, "branches=.*: sequence 1: . is no earlier sequence"),
         ({"branches": [None, [1, 1], None, None]}, "branches=.*: sequence 1: . is no earlier sequence"),
