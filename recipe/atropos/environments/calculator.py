@@ -134,7 +134,10 @@ class CalculatorEnv(GSM8kEnv):
     def _tokens_beyond(self, messages: Messages, node: Any) -> int:
         """Return how many more tokens the policy sampled than encoding its texts, each with an end token, gives."""
         texts = [message["content"] for message in messages if message["role"] == "assistant"]
-        encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
+        own = texts[
+            -len(list(trained_spans(node.masked_tokens))) :
+        ]  # without those of the conversation it branches from
+        encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in own)
         return max(0, sum(mask != -100 for mask in node.masked_tokens) - encoded)
 
 

@@ -199,6 +199,8 @@ def test_calculator_turns_share_the_room_for_tokens(env, node):
     usual.masked_tokens += [7] * 4
     assert env._tokens_beyond(messages, usual) == 4
     assert env.answer_tokens(messages, 4) == env.answer_tokens(messages) - 4
+    inherited = [*messages[:1], {"role": "assistant", "content": said * 3}, {"role": "tool", "content": "7"}]
+    assert env._tokens_beyond([*inherited, messages[1]], usual) == 4, "the source's turns are not of the branch's node"
 
 
 def test_calculator_answers_are_told_from_the_prompt():
