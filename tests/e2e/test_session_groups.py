@@ -168,6 +168,27 @@ def test_session_groups_are_given_credit(sessions, api):
             assert [sign * value > 0 for value in values] == [mask != -100 for mask in masks]
 
 
+def half(item, text):
+    """Values of a function that hangs at one item."""
+    time.sleep(3.0 * (item["question"] == "hang"))
+    return 0.5
+
+
+def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
+    monkeypatch.setattr("recipe.atropos.sessions.groups._CREDIT_SECONDS", 0.5)
+    sessions.stop()
+    sessions.credit = Credit(values=f"{__name__}:half")
+    sessions.start()
+    for question in ("hang", "sum"):
+        for number, session in enumerate(opened(sessions, size=6, item={"question": question})):
+            for _ in range(2):
+                ended(sessions, session, reward=7.0 * (number == 9), turn_values=3)  # refused: the session goes on
+            ended(sessions, session, ask=False, reward=float(number))
+    [group] = batch(api)
+    assert group["group_overrides"]["credit"].startswith("spans=turns")
+    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+
+
 def test_session_groups_wait_for_tickets_at_once(sessions, api, monkeypatch):
     """Those of several environments; each is registered once."""
     monkeypatch.setattr("recipe.atropos.sessions.groups._TICKET_SECONDS", 3.0)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from recipe.atropos.credit.group import Credit, add_credit
+from recipe.atropos.credit.group import Credit, CreditError, add_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.sessions.messages import RequestError
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _TICKET_SECONDS = 60.0  # that a request waits for a ticket
 _SESSION_SECONDS = 3600.0  # of a session, if no limit is given: else one that was forgotten would hold its group
+_CREDIT_SECONDS = 60.0  # that the values of a group's turns may take
 _LOOK = 1.0  # s between two looks for groups that are complete, and sessions whose time is over
 _TRIES = 2
 
@@ -188,7 +189,7 @@ class Groups:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
             made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
             if self._credit is not None:
-                await asyncio.to_thread(self._credit, made, item=group.request.item)
+                await self._give_credit(made, group.request.item)
             reason = None
             try:
                 await self._api.post_groups([made], group.ticket, group.id)
@@ -201,6 +202,14 @@ class Groups:
         await self._close(group, reason)
         for session in sessions:
             self._forget(session)
+
+    async def _give_credit(self, made: dict[str, Any], item: Any) -> None:
+        """Raises CreditError, also if the function of ``environment.credit.values`` does not return in time."""
+        try:
+            async with asyncio.timeout(_CREDIT_SECONDS):
+                await asyncio.to_thread(self._credit, made, item=item)
+        except TimeoutError:
+            raise CreditError(f"environment.credit.values: no values within {_CREDIT_SECONDS:g} s") from None
 
     async def _close(self, group: Group, reason: Reason | None) -> None:
         """Remove a group; ``reason``: why its ticket is given back, None if it was posted."""
