@@ -16,7 +16,8 @@ solved, and compares the tokens that were sampled for it. Settled before the run
 Targets, of the mean tokens against outcome GRPO's: at most 0.5 at 4 steps of the chain, 0.25 at 8, 0.9 to 1.1 at 1.
 
 Every complete run is a line of ``--results``, which is kept: the same command goes on with those that are missing, and
-begins none after ``--hours``. A line says of which settings it is; a file with others is refused. ``--quick`` is outcome GRPO and lam 0 on the chain of 4, one learning rate and seed.
+begins none after ``--hours``. A line says of which settings it is; a file with others is refused. ``--quick`` is
+outcome GRPO and lam 0 on the chain of 4, one learning rate and seed.
 """
 
 import argparse

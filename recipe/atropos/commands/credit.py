@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.credit import microscope
@@ -64,7 +65,8 @@ def measure(files: RunDir, step: int, limit: int, model: str | None) -> None:
     policy, temperature = AutoModelForCausalLM.from_pretrained(path), config.actor_rollout_ref.rollout.temperature
     own, grpo = (gradient_noise(policy.float(), rows, groups, temperature) for rows in (given, outcomes))
     print(f"step {step}, {len(groups)} groups, policy {path}; variance of the mean gradient over its squared norm:")
-    for name, value in ((origin_of_advantages(config, given, 0), own), ("outcome GRPO", grpo), ("ratio", own / grpo)):
+    origins = {origin_of_advantages(config, given, row) for row in np.flatnonzero(np.isin(uids, groups))}
+    for name, value in (("; ".join(sorted(origins)), own), ("outcome GRPO", grpo), ("ratio", own / grpo)):
         print(f"  {name:<40}{value:>10.4g}")
 
 
