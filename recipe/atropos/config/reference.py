@@ -14,46 +14,60 @@ from pydantic.fields import FieldInfo
 
 from recipe.atropos.config.compose import compose_config
 from recipe.atropos.config.schema import documented
+from recipe.atropos.watchdog.alarms import Name as AlarmName
 
 _HEAD = """\
 # Configuration
 
-Made by `python -m recipe.atropos.config.reference`; a test fails where it is not current.
+Made by `python -m recipe.atropos.config.reference`.
 
-Each key can be given as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` and `recipe.atropos.main`,
-or in a YAML file (`--config FILE`) over [`trainer.yaml`](../recipe/atropos/config/trainer.yaml) and a preset, in this
-order of precedence: command line, file, preset, `trainer.yaml`, verl's `ppo_trainer`. Keys, values, the model, SGLang's
-interpreter and the environment's class and flags are checked before anything is started. A key that does not exist is
-an error that names the nearest one, with or without `+`; so is a key of verl's that has no effect here
-([`unsupported.py`](../recipe/atropos/config/unsupported.py)), which names what to set instead. `environment.args={}`
-empties a mapping; a preset's `environment.args` are left out where you name another `environment.target`.
-
-Keys of verl's that are not listed keep verl's meaning.
+Give a key as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` or `recipe.atropos.main`, or in a YAML
+file (`--config FILE`). The order of precedence: command line, file, preset,
+[`trainer.yaml`](../recipe/atropos/config/trainer.yaml), verl's `ppo_trainer`. Keys, values, the model, SGLang's
+interpreter and the environment's class and flags are checked before anything starts. An unknown key is an error that
+names the nearest one, with or without `+`; so is a key of verl's that has no effect here
+([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead. `environment.args={}` empties a
+mapping; a preset's `environment.args` are left out where you name another `environment.target`. Keys of verl's that are
+not listed keep verl's meaning.
 """
 
 
 def reference() -> str:
     """Return the whole page, in Markdown."""
     defaults = compose_config([])
-    sections: dict[str, list[str]] = {}
+    sections: dict[str, dict[str, tuple[str, ...]]] = {}
     for key, field in documented().items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if key.startswith("environments.NAME.") or _is_section(field.annotation):
             continue
-        cells = (f"`{key}`", _kind(field), _default(key, defaults), field.description or "")
-        row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-        sections.setdefault(key.rpartition(".")[0], []).append(row)
-    tables = (
-        f"\n## {name or 'At the top'}\n\n| key | type | default | meaning |\n|---|---|---|---|\n{''.join(rows)}"
-        for name, rows in sections.items()
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = (_kind(field), field.description or "", _default(key, defaults))
+    return _HEAD + "".join(f"\n## {name or 'At the top'}\n\n{_body(name, sections)}" for name in sections)
+
+
+def _body(section: str, sections: Mapping[str, Mapping[str, tuple[str, ...]]]) -> str:
+    """A table of keys; of a section that has those of an earlier one, only the defaults that differ."""
+    keys = sections[section]
+    for other in list(sections)[: list(sections).index(section)]:
+        if {name: cells[:2] for name, cells in keys.items()} == {name: row[:2] for name, row in sections[other].items()}:
+            differ = [f"`{name}`: {keys[name][2]}" for name in keys if keys[name] != sections[other][name]]
+            return f"The keys of `{other}`, with the same defaults{', but ' if differ else ''}{', '.join(differ)}.\n"
+    prefix = f"{section}." if section else ""
+    rows = (
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{prefix}{name}`", kind, default, meaning)) + " |\n"
+        for name, (kind, meaning, default) in keys.items()
     )
-    return _HEAD + "".join(tables)
+    return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _kind(field: FieldInfo) -> str:
+    if field.annotation == list[AlarmName]:
+        return "list of [alarms](alarms.md)"
     annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-    config = ConfigDict(arbitrary_types_allowed=True)
-    own = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-    schema = TypeAdapter(annotation, config=None if own else config).json_schema()
+    schema = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True)).json_schema()
     return _named(schema, schema.get("$defs", {}))
 
 

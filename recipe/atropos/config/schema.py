@@ -54,7 +54,7 @@ class API(Section):
     start_timeout: Seconds = about("Seconds until it must answer")
     max_restarts: Limit = about("Restarts before the run ends")
     retention: Literal["all", "committed"] = about(
-        "Which batches run.dir/trajectories keeps: all, or those that some checkpoint does not contain"
+        "Batches that run.dir/trajectories keeps: all, or those that no checkpoint contains"
     )
 
 
@@ -131,7 +131,7 @@ class Evaluation(Section):
 
 
 class Watchdog(Section):
-    stop_on: list[AlarmName] = about("Alarms that end the run, see alarms.md; the others are reported")
+    stop_on: list[AlarmName] = about("Alarms that end the run; the others are reported")
     silent_after: Seconds = about("Seconds in which nothing ends, before an environment or server may count as silent")
 
 
@@ -293,7 +293,7 @@ class WeightSync(Section):
     pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What running requests meet")
     every: Count = about("Push after every so many updates")
     verify: Literal["version", "probe"] = about(
-        "How a push is verified: version: each server's version; probe: also its logprobs, with the trainer's"
+        "Compared after a push: each server's version; probe: also its logprobs, with the trainer's"
     )
     timeout: Seconds = about("Seconds, one request of a push to one server; a push as a whole: twice that")
 
@@ -301,7 +301,7 @@ class WeightSync(Section):
 class Atropos(Section):
     api_url: URL = about("The Trajectory API; the launcher sets it")
     timeout: Seconds = about("Seconds, one request to the API")
-    retry_attempts: Count = about("Attempts to reach an API that has not answered yet, with exponential back-off")
+    retry_attempts: Count = about("Attempts to reach an API that has not answered yet, with exponential backoff")
     retry_delay: Seconds = about("Seconds before the second attempt")
     startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
     max_wait_time: Seconds | None = about(
@@ -362,7 +362,9 @@ class Configuration(VerlSection):
     api: API
     inference: Inference
     environment: Environment
-    environments: dict[EnvironmentName, OneOfSeveral] = about("Several, NAME: {target: ..., args: ...}")
+    environments: dict[EnvironmentName, OneOfSeveral] = about(
+        "Several, by name: the keys of environment, whose values are the defaults but for args, reward_bridge and credit"
+    )
     sessions: Sessions
     evaluation: Evaluation
     watchdog: Watchdog
