@@ -48,7 +48,7 @@ def _body(section: str, sections: Mapping[str, Mapping[str, tuple[str, ...]]]) -
     """A table of keys; of a section that has those of an earlier one, only the defaults that differ."""
     keys = sections[section]
     for other in list(sections)[: list(sections).index(section)]:
-        if {name: cells[:2] for name, cells in keys.items()} == {name: row[:2] for name, row in sections[other].items()}:
+        if {name: row[:2] for name, row in keys.items()} == {name: row[:2] for name, row in sections[other].items()}:
             differ = [f"`{name}`: {keys[name][2]}" for name in keys if keys[name] != sections[other][name]]
             return f"The keys of `{other}`, with the same defaults{', but ' if differ else ''}{', '.join(differ)}.\n"
     prefix = f"{section}." if section else ""

@@ -363,7 +363,7 @@ class Configuration(VerlSection):
     inference: Inference
     environment: Environment
     environments: dict[EnvironmentName, OneOfSeveral] = about(
-        "Several, by name: the keys of environment, whose values are the defaults but for args, reward_bridge and credit"
+        "Several, by name: the keys of environment, its values as defaults except of args, reward_bridge and credit"
     )
     sessions: Sessions
     evaluation: Evaluation

@@ -41,7 +41,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 @alarm(
     "environment_raises",
     means="at least half of an environment's items fail with an exception",
-    advice="see the traceback in the environment's log; python -m recipe.atropos verify-env runs the environment alone",
+    advice=("see the traceback in its log; python -m recipe.atropos verify-env runs the environment alone"),
     chart="outcomes",
     cause=10,
 )
@@ -49,7 +49,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
     "environment_silent",
     means="nothing comes from an environment: it was abandoned, or no longer calls the API, or none of its items ends",
     advice=(
-        "see the environment's log; set environment.args.worker_timeout to end items that hang; if items only take "
+        "see the environment's log; environment.args.worker_timeout ends items that hang; if items only take "
         "long, raise watchdog.silent_after"
     ),
     settings=("watchdog.silent_after",),
@@ -58,10 +58,9 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 )
 @alarm(
     "wrong_group_size",
-    means="at least half of an environment's groups do not have the size that it was configured for",
+    means=("at least half of an environment's groups do not have its configured size"),
     advice=(
-        "let collect_trajectories return config.group_size answers for each item, or set environment.group_size to "
-        "what it returns"
+        "let collect_trajectories return config.group_size answers, or set environment.group_size to what it returns"
     ),
     settings=(GROUP_SIZE,),
     chart="outcomes",
@@ -69,7 +68,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 )
 @alarm(
     "too_long",
-    means="at least half of an environment's groups are dropped because they are too long",
+    means=("at least half of an environment's groups are dropped for their length"),
     advice=(
         "raise data.max_response_length or data.max_prompt_length, or let the environment ask for shorter answers "
         "(its max_tokens)"
@@ -80,15 +79,15 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 )
 @alarm(
     "groups_refused",
-    means="an environment's items end, but no group is sent, for a reason other than those above or for several",
-    advice="docs/data-format.md says what each reason means; the environment's log has the first group of each",
+    means=("an environment's items end, but no group is sent, for another reason than those above or for several"),
+    advice=("docs/data-format.md explains the reasons; the environment's log has the first group of each"),
     chart="outcomes",
 )
 @alarm(
     "policy_broken",
     means=(
-        "updates broke the policy: all its groups have equal scores since steps in which it moved far from its "
-        "samples, or in which its entropy or gradient changed by ten times"
+        "updates broke the policy: all groups have equal scores since steps in which it moved far from its "
+        "samples, or its entropy or gradient changed by ten times"
     ),
     advice=(
         "resume from a checkpoint before that step with a lower actor_rollout_ref.actor.optim.lr; if the policy's "

@@ -18,12 +18,9 @@ _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a serv
 
 @alarm(
     "queue_full",
-    means=(
-        "the Trajectory API holds more tokens than its queue is for; while a batch is complete it delays posts: "
-        "training is the bottleneck then"
-    ),
+    means=("the Trajectory API holds more tokens than its queue is for: training is the bottleneck"),
     advice=(
-        "set trainer.atropos.max_staleness, which paces the environments, or fewer groups in flight "
+        "set trainer.atropos.max_staleness, which paces the environments, or allow fewer groups in flight "
         "(environment.args.max_num_workers)"
     ),
     settings=(STALENESS,),
@@ -39,10 +36,10 @@ def _queue_full(history: History, now: float) -> Iterator[Finding]:
 
 @alarm(
     "empty_batches",
-    means="three batches in a row, or more, had no row to train on: the policy does not change meanwhile",
+    means=("three batches in a row, or more, had no row to train on: the policy did not change"),
     advice=(
-        "the trainer's log has the reasons by environment, and docs/data-format.md what each means; often another "
-        "tokenizer, or an environment that does not run through the adapter where trainer.atropos.max_staleness is set"
+        "the trainer's log has the reasons by environment, explained in docs/data-format.md; often another "
+        "tokenizer, or an environment without the adapter where trainer.atropos.max_staleness is set"
     ),
     settings=(STALENESS, "trainer.atropos.max_empty_batches", "trainer.atropos.overlong"),
     in_step=InStep(
@@ -60,11 +57,11 @@ def _empty_batches(history: History, now: float) -> Iterator[Finding]:
 @alarm(
     "server_out_of_sync",
     means=(
-        "an SGLang server or the gateway does not have the trainer's newest weights: it gets no requests, or samples "
-        "with older weights"
+        "an SGLang server or the gateway does not have the newest weights: it gets no requests, or samples with "
+        "older ones"
     ),
     advice=(
-        "look for a failed push in the trainer's log, and for a restart in the server's; try another "
+        "look for a failed push in the trainer's log, for a restart in the server's; try another "
         "trainer.atropos.weight_sync.transport, and weight_sync.verify=probe"
     ),
     settings=tuple(
@@ -79,8 +76,8 @@ def _empty_batches(history: History, now: float) -> Iterator[Finding]:
         "an SGLang server or the gateway does not answer, gets or finishes no request, or is far slower than the others"
     ),
     advice=(
-        "see the log of the server that is named: often out of memory, or still paused by a push of weights; if "
-        "answers only take long, raise watchdog.silent_after"
+        "see the log of the server that is named: often out of memory, or still paused by a push; if answers only "
+        "take long, raise watchdog.silent_after"
     ),
     settings=("watchdog.silent_after", RESPONSE),
     chart="servers",

@@ -14,10 +14,10 @@ _SEE = "see what it does: python -m recipe.atropos inspect RUN --sessions, and -
 
 @alarm(
     "agent_does_not_end",
-    means="at least half of an environment's sessions are ended by their time limit, and have no reward",
+    means=("at least half of an environment's sessions reach their time limit, and have no reward"),
     advice=(
-        f"{_SEE}; if it only takes long, raise environment.args.time_limit, or lower environment.args.parallel where "
-        "sessions wait for each other; let it set time limits to what it calls"
+        f"{_SEE}; if it only takes long, raise environment.args.time_limit, or lower environment.args.parallel; "
+        "let it limit the time of what it calls"
     ),
     chart="sessions",
     cause=95,
@@ -25,12 +25,12 @@ _SEE = "see what it does: python -m recipe.atropos inspect RUN --sessions, and -
 @alarm(
     "agent_loops",
     means=(
-        "at least half of an environment's sessions reach their limit of turns or tokens, or make the same tool call "
+        "at least half of an environment's sessions reach their limit of turns or tokens, or repeat a tool call "
         "again and again"
     ),
     advice=(
-        f"{_SEE}; if results of tools do not reach the policy, or do not change, look at the agent; if its tasks need "
-        "more, raise environment.args.max_turns or environment.args.max_tokens"
+        f"{_SEE}; if results of tools do not reach the policy, or never change, look at the agent; if its tasks "
+        "need more, raise environment.args.max_turns or max_tokens"
     ),
     chart="sessions",
     cause=14,
@@ -39,8 +39,8 @@ _SEE = "see what it does: python -m recipe.atropos inspect RUN --sessions, and -
     "agent_calls_no_tool",
     means="none of an environment's sessions calls a tool, although their requests have tools",
     advice=(
-        f"{_SEE}; if replies have calls as text, set sessions.tool_parser to their format; if they have none, say in "
-        "the prompt when to call, or use a policy that was trained to"
+        f"{_SEE}; if replies have calls as text, set sessions.tool_parser to their format; else say in the prompt "
+        "when to call, or use a policy that was trained to"
     ),
     chart="sessions",
     cause=16,

@@ -95,8 +95,8 @@ def _lasting(
         "trainer.atropos.sampling_mismatch=warn trains on them with wrong logprobs"
     ),
     advice=(
-        "set it to per_row, or let the environment sample at the trainer's; atropos/ENV/rows_with/other_temperature "
-        "says which does not"
+        "set it to per_row, or let the environment sample at the trainer's; "
+        "atropos/ENV/rows_with/other_temperature says which does not"
     ),
     settings=(TEMPERATURE, "trainer.atropos.sampling_mismatch"),
     chart="sampling",
@@ -109,8 +109,7 @@ def _lasting(
 )
 @alarm(
     "truncated_sampling",
-    means="rows were sampled with top_p, top_k or min_p, or greedily: neither SGLang nor the trainer has their "
-    "logprobs",
+    means=("rows were sampled with top_p, top_k or min_p, or greedily: their logprobs are not known"),
     advice="let the environment sample without",
     settings=("trainer.atropos.allow_truncated_sampling",),
     chart="sampling",
@@ -120,8 +119,8 @@ def _lasting(
 @alarm(
     "penalized_sampling",
     means=(
-        "rows were sampled with penalties, logit bias, min_new_tokens or a grammar: the trainer does not compute that "
-        "distribution"
+        "rows were sampled with penalties, logit bias, min_new_tokens or a grammar: another distribution than the "
+        "trainer's"
     ),
     advice="let the environment sample without",
     settings=("trainer.atropos.allow_truncated_sampling",),
@@ -131,7 +130,7 @@ def _lasting(
 )
 @alarm(
     "unknown_sampling",
-    means="rows came without sampling parameters, and are taken to be sampled at actor_rollout_ref.rollout.temperature",
+    means=("rows came without sampling parameters, and count as sampled at actor_rollout_ref.rollout.temperature"),
     advice=(
         "run their environment through recipe.atropos.utils.env_adapter, or let it send group_overrides.sampling_params"
     ),
@@ -142,7 +141,7 @@ def _lasting(
 )
 @alarm(
     "gradient_not_finite",
-    means="the gradient of an optimizer step was not finite, so verl left that optimizer step out",
+    means=("the gradient of an optimizer step was not finite, so verl skipped that step"),
     advice="look at actor/pg_loss, the learning rate and the dtype",
     settings=(LR, CLIP),
     chart="gradient",
@@ -175,13 +174,13 @@ def _fresh_differ(step: dict[str, Any]) -> bool:
 @alarm(
     "logprob_difference",
     means=(
-        "SGLang's logprobs differ from the trainer's, on fresh samples by more than trainer.atropos.logprob_tolerance "
-        "in the mean, or on all samples by far more than usual where none is fresh"
+        "SGLang's logprobs differ from the trainer's: on fresh samples by more than "
+        "trainer.atropos.logprob_tolerance in the mean, or, where none is fresh, by far more than usual"
     ),
     advice=(
-        "likely causes, in this order: sampling parameters, tensors missing on the servers "
-        "(trainer.atropos.weight_sync.verify=probe finds them), dtype, kernels; before them, where no sample was "
-        "fresh, the updates since it was sampled: actor_rollout_ref.actor.optim.lr"
+        "in this order: where no sample was fresh, the updates since it was sampled "
+        "(actor_rollout_ref.actor.optim.lr); sampling parameters; tensors missing on the servers "
+        "(trainer.atropos.weight_sync.verify=probe finds them); dtype; kernels"
     ),
     settings=(
         "trainer.atropos.logprob_tolerance",
@@ -199,8 +198,8 @@ def _fresh_differ(step: dict[str, Any]) -> bool:
 @alarm(
     "off_policy_samples",
     means=(
-        "the policy is far from the samples that it is trained on; fresh samples agree with it, so the updates since "
-        "the others were sampled are the cause"
+        "the policy is far from the samples that it is trained on, but agrees with fresh ones: the updates "
+        "between are the cause"
     ),
     advice=(
         "lower actor_rollout_ref.actor.optim.lr, or the age of samples (trainer.atropos.max_staleness, "
@@ -247,8 +246,8 @@ def broken_policy(history: History, since: int | None) -> str:
 @alarm(
     "overlong_rows",
     means=(
-        "at least a tenth of the rows are longer than data.max_prompt_length + data.max_response_length, and dropped: "
-        "their scores count in their groups, but only shorter answers are trained on"
+        "at least a tenth of the rows are longer than data.max_prompt_length + data.max_response_length, and "
+        "dropped: only shorter answers are trained on"
     ),
     advice=(
         "raise either length, or let the environment ask for shorter answers (its max_tokens); "
@@ -261,12 +260,12 @@ def broken_policy(history: History, since: int | None) -> str:
 @alarm(
     "stale_samples",
     means=(
-        "the weights that sampled are too old or not known: rows are trained on many updates late, or at least half "
-        "are dropped for it"
+        "the weights that sampled are too old or not known: rows are trained on many updates late, or at least "
+        "half are dropped"
     ),
     advice=(
-        "if trainer.atropos.max_staleness is null, set it: it paces environments that run through the adapter; else "
-        "see docs/staleness.md for the reasons of drops"
+        "if trainer.atropos.max_staleness is null, set it: it paces environments that run through the adapter; "
+        "else see docs/staleness.md"
     ),
     settings=(STALENESS, "trainer.atropos.weight_sync.every"),
     chart="staleness",
@@ -302,7 +301,7 @@ def _samples(history: History, now: float) -> Iterator[Finding]:
 @alarm(
     "all_rows_clipped",
     means=(
-        "nearly every response ends at one and the same maximum length: what comes after it was not sampled, or is not "
+        "nearly every response ends at the same maximum length: what comes after it was not sampled, or is not "
         "trained on"
     ),
     advice=(
@@ -344,11 +343,11 @@ def _learning_rate(history: History, now: float) -> Iterator[Finding]:
 
 @alarm(
     "reward_collapsed",
-    means="the mean score has fallen from its best to about what it was at the start, or below",
+    means=("the mean score has fallen from its best to about that of the start, or below"),
     advice=(
-        "look at what else changed then: rollouts/, actor/entropy, the logprob difference, the environment's scores; "
-        "if the policy itself got worse, resume from a checkpoint before the fall with a lower "
-        "actor_rollout_ref.actor.optim.lr or a KL term (actor_rollout_ref.actor.use_kl_loss)"
+        "look at what else changed then: rollouts/, actor/entropy, the logprob difference; if the policy itself "
+        "got worse, resume from a checkpoint before the fall with a lower actor_rollout_ref.actor.optim.lr or a "
+        "KL term (actor_rollout_ref.actor.use_kl_loss)"
     ),
     settings=(LR, "actor_rollout_ref.actor.use_kl_loss", STALENESS),
     chart="score",
@@ -358,9 +357,9 @@ def _learning_rate(history: History, now: float) -> Iterator[Finding]:
     means="the mean score has not risen since the first steps by more than its noise",
     advice=(
         "only if actor/grad_norm is far below actor_rollout_ref.actor.optim.clip_grad, raise "
-        "actor_rollout_ref.actor.optim.lr; else look at the data and the scorer: do the "
-        "scores in rollouts/ fit the answers, how high is atropos/zero_signal_share, does the policy ever score (or "
-        "does it need easier problems)"
+        "actor_rollout_ref.actor.optim.lr; else look at data and scorer: do the scores in rollouts/ fit the "
+        "answers, how high is atropos/zero_signal_share, does the policy ever score (or does it need easier "
+        "problems)"
     ),
     settings=(LR, CLIP, TEMPERATURE, GROUP_SIZE),
     chart="score",
@@ -428,8 +427,8 @@ def _flat(
 @alarm(
     "entropy_collapsed",
     means=(
-        "the policy's entropy has fallen below a tenth of what it was in the first steps, and the score is not near "
-        "its highest: answers to a problem become alike"
+        "the policy's entropy has fallen below a tenth of that of the first steps, and the score is not near its "
+        "highest: answers to a problem become alike"
     ),
     advice=(
         "resume from an earlier checkpoint with a lower learning rate, a higher "
