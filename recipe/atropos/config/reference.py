@@ -5,7 +5,7 @@ python -m recipe.atropos.config.reference > docs/configuration.md
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,12 +23,11 @@ Made by `python -m recipe.atropos.config.reference`.
 
 Give a key as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` or `recipe.atropos.main`, or in a YAML
 file (`--config FILE`). The order of precedence: command line, file, preset,
-[`trainer.yaml`](../recipe/atropos/config/trainer.yaml), verl's `ppo_trainer`. Keys, values, the model, SGLang's
-interpreter and the environment's class and flags are checked before anything starts. An unknown key is an error that
-names the nearest one, with or without `+`; so is a key of verl's that has no effect here
-([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead. `environment.args={}` empties a
-mapping; a preset's `environment.args` are left out where you name another `environment.target`. Keys of verl's that are
-not listed keep verl's meaning.
+[`trainer.yaml`](../recipe/atropos/config/trainer.yaml), verl's `ppo_trainer`. Everything is checked before anything
+starts. An unknown key is an error that names the nearest one, with or without `+`; so is a key of verl's that has no
+effect here ([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead; verl's other keys
+keep their meaning. `environment.args={}` empties a mapping; a preset's `environment.args` are left out where you name
+another `environment.target`.
 """
 
 
@@ -41,22 +40,37 @@ def reference() -> str:
             continue
         section, _, name = key.rpartition(".")
         sections.setdefault(section, {})[name] = (_kind(field), field.description or "", _default(key, defaults))
-    return _HEAD + "".join(f"\n## {name or 'At the top'}\n\n{_body(name, sections)}" for name in sections)
+    pages: dict[str, list[str]] = {}
+    for section in sections:
+        pages.setdefault(".".join(section.split(".")[:2]), []).append(section)
+    return _HEAD + "".join(f"\n## {name or 'At the top'}\n\n{_body(pages[name], sections)}" for name in pages)
 
 
-def _body(section: str, sections: Mapping[str, Mapping[str, tuple[str, ...]]]) -> str:
-    """A table of keys; of a section that has those of an earlier one, only the defaults that differ."""
+def _body(page: Sequence[str], sections: Mapping[str, Mapping[str, tuple[str, ...]]]) -> str:
+    """One table of the keys of these sections, and a sentence for each that repeats the keys of an earlier one."""
+    repeated = {section: sentence for section in page if (sentence := _repetition(section, sections))}
+    rows = [_rows(section, sections[section]) for section in page if section not in repeated]
+    table = "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+    return "\n".join([table, *repeated.values()])
+
+
+def _repetition(section: str, sections: Mapping[str, Mapping[str, tuple[str, ...]]]) -> str | None:
+    """Of a section that has the keys of an earlier one: which, and the defaults that differ."""
     keys = sections[section]
     for other in list(sections)[: list(sections).index(section)]:
         if {name: row[:2] for name, row in keys.items()} == {name: row[:2] for name, row in sections[other].items()}:
             differ = [f"`{name}`: {keys[name][2]}" for name in keys if keys[name] != sections[other][name]]
-            return f"The keys of `{other}`, with the same defaults{', but ' if differ else ''}{', '.join(differ)}.\n"
+            but = f", but {', '.join(differ)}" if differ else ""
+            return f"`{section}` has the keys of `{other}`, with the same defaults{but}.\n"
+    return None
+
+
+def _rows(section: str, keys: Mapping[str, tuple[str, ...]]) -> str:
     prefix = f"{section}." if section else ""
-    rows = (
+    return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{prefix}{name}`", kind, default, meaning)) + " |\n"
         for name, (kind, meaning, default) in keys.items()
     )
-    return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
 def _is_section(annotation: Any) -> bool:
@@ -80,7 +94,7 @@ def _named(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"list of {_named(schema.get('items', {}), definitions)}"
-    words = {"integer": "integer", "number": "number", "boolean": "true, false", "object": "mapping"}
+    words = {"integer": "integer", "number": "number", "boolean": "boolean", "object": "mapping"}
     name = words.get(schema.get("type", ""), schema.get("type", "any"))
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     return ", ".join([name, *(f"{sign} {schema[limit]:g}" for limit, sign in limits.items() if limit in schema)])

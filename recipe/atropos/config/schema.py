@@ -49,35 +49,31 @@ class Run(Section):
 
 
 class API(Section):
-    host: Text = about("Address that the launcher binds the Trajectory API to")
-    port: Port | None = about("Its port; null: 8000, or a free one where that is taken")
+    host: Text = about("Address of the Trajectory API")
+    port: Port | None = about("Its port; null: 8000, or a free one")
     start_timeout: Seconds = about("Seconds until it must answer")
     max_restarts: Limit = about("Restarts before the run ends")
     retention: Literal["all", "committed"] = about(
-        "Batches that run.dir/trajectories keeps: all, or those that no checkpoint contains"
+        "Batches kept in run.dir/trajectories: all, or those in no checkpoint"
     )
 
 
 class Inference(Section):
-    urls: list[URL] = about("SGLang servers that the trainer pushes to; the launcher sets it")
-    gateway: URL | None = about("The gateway before these servers; null: the trainer starts one")
-    servers: Count | None = about("Servers that the launcher starts; null: 1, colocated as many as the GPUs hold")
-    max_restarts: Limit = about("Restarts of each server and of the gateway before the run ends")
+    urls: list[URL] = about("Servers that the trainer pushes to; the launcher sets it")
+    gateway: URL | None = about("Their gateway; null: the trainer starts one")
+    servers: Count | None = about("Servers to start; null: 1, colocated as many as the GPUs hold")
+    max_restarts: Limit = about("Restarts of each server and the gateway before the run ends")
     python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")
-    device: Device = about("Where the servers compute: where the trainer does")
-    host: Text = about("Address that servers and gateway bind to")
-    port: Port | None = about("Port of the first server, the next ones follow it; null: free ones")
-    gateway_port: Port | None = about("Port of the gateway; null: 9001, or a free one where that is taken")
-    dtype: Dtype = about("Data type of the served weights; float32 on a CPU")
-    colocated: bool | None = about(
-        "Servers share the trainer's GPUs, and release their memory while it trains; null: if they are too few for both"
-    )
+    device: Device = about("Where the servers compute")
+    host: Text = about("Address of servers and gateway")
+    port: Port | None = about("First server's port, the others follow; null: free ones")
+    gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
+    dtype: Dtype = about("Of the served weights; float32 on a CPU")
+    colocated: bool | None = about("Servers share the trainer's GPUs; null: if they are too few for both")
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
-        "Share of a GPU for the servers' weights and KV cache; null: SGLang's own choice, colocated 0.4"
+        "Share of a GPU for weights and KV cache; null: SGLang's choice, colocated 0.4"
     )
-    api_key: Text | None = about(
-        "The trainer's key, from which the environments' is made; the launcher makes one for each start"
-    )
+    api_key: Text | None = about("The trainer's key; the launcher makes one for each start")
     start_timeout: Seconds = about("Seconds until every server must generate")
     args: dict[str, Any] = about("Further flags of sglang.launch_server")
 
@@ -85,27 +81,27 @@ class Inference(Section):
 class Environment(Section):
     target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
     command: Text | None = about("Instead of target: a program that calls the model (docs/agents.md)")
-    agent: Text | None = about("Instead of target: MODULE:function, an async agent(item, base_url, api_key) -> reward")
-    items: Text | None = about("Of command or agent: a .jsonl file, or a data set's folder or name on the hub")
+    agent: Text | None = about("Instead of target: MODULE:function, agent(item, base_url, api_key) -> reward")
+    items: Text | None = about("Of command or agent: a .jsonl file, or a data set's folder or hub name")
     score: Text | None = about("Of command: MODULE:function(item, output) -> reward; null: the program prints it")
-    python: Text | None = about("Interpreter of its own environment; null: the recipe's (docs/environments.md)")
+    python: Text | None = about("Its own interpreter; null: the recipe's")
     group_size: Count = about("Sequences of a group")
     args: dict[str, Any] = about("The environment's own flags, without env.")
-    reward_bridge: dict[str, Any] | None = about("Shapes its scores, see algorithm/reward_bridge.py; null: does not")
-    credit: dict[str, Any] | None = about("Advantages of its turns, see credit/group.py; null: its own, or GRPO's")
-    weight: Positive = about("Of several: its part of what is not allocated, relative to the others'")
-    min_batch_allocation: Share | None = about("Of several: the part of each batch it has at least; null: none")
-    replicas: Count = about("Processes of it, each with its part of the items; else they count as one")
-    max_restarts: Limit = about("Restarts before it is abandoned, of each replica")
+    reward_bridge: dict[str, Any] | None = about("Shapes its scores (docs/reward_bridge.md)")
+    credit: dict[str, Any] | None = about("Advantages of its turns (docs/token-advantages.md)")
+    weight: Positive = about("Its part of what is not allocated, relative to other environments'")
+    min_batch_allocation: Share | None = about("The least part of each batch that it has")
+    replicas: Count = about("Processes, each with its part of the items")
+    max_restarts: Limit = about("Restarts of each replica before it is abandoned")
     start_timeout: Seconds = about("Seconds until it must have registered")
     evaluate: bool = about("Evaluate with its own evaluate()")
 
 
 class Sessions(Section):
-    enabled: bool | None = about("Start the session server; null: where an environment has a command or an agent")
+    enabled: bool | None = about("Start the session server; null: if an environment has a command or agent")
     port: Port | None = about("Its port; null: a free one")
-    renderer: Text = about("Chat format: a name of the package renderers, auto by the model's name, or default")
-    tool_parser: Text | None = about("Format of tool calls where the chat template is used: qwen3, qwen3.5, glm, ...")
+    renderer: Text = about("Chat format: a name of the package renderers, auto (by the model's name) or default")
+    tool_parser: Text | None = about("Format of tool calls with renderer default: qwen3, qwen3.5, glm, ...")
     thinking: Literal["kept", "as_template"] = about("Earlier replies' thinking: kept, or where the template keeps it")
 
 
@@ -125,20 +121,20 @@ EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 class Evaluation(Section):
-    every: Count | None = about("Also evaluate after every so many updates; null: before the first and after the last")
-    timeout: Seconds | None = about("Seconds, of one evaluation; null: 300, or more where answers are long")
-    evaluated_file: Text | None = about("Marker file by which the launcher tells the trainer; it sets it")
+    every: Count | None = about("Updates between evaluations; null: only before the first and after the last")
+    timeout: Seconds | None = about("Seconds for one evaluation; null: 300, or more where answers are long")
+    evaluated_file: Text | None = about("Marker file that the launcher sets")
 
 
 class Watchdog(Section):
     stop_on: list[AlarmName] = about("Alarms that end the run; the others are reported")
-    silent_after: Seconds = about("Seconds in which nothing ends, before an environment or server may count as silent")
+    silent_after: Seconds = about("Seconds without an end before an environment or server may count as silent")
 
 
 class Data(VerlSection):
     train_batch_size: Count = about("Groups per step")
     max_prompt_length: Count = about("Tokens; with the response's, the limit of a row; no prompt is cut")
-    max_response_length: Count = about("Tokens; for rows longer than both together see trainer.atropos.overlong")
+    max_response_length: Count = about("Tokens; for longer rows see trainer.atropos.overlong")
 
 
 class KLControl(VerlSection):
@@ -154,12 +150,12 @@ class RolloutCorrection(VerlSection):
     rollout_is_batch_normalize: bool = about("Scale the weights to mean 1 over a batch")
     rollout_rs: Text | None = about("Rejection by these statistics, comma-separated; null: none")
     rollout_rs_threshold: float | str | None = about("Bounds of each statistic")
-    bypass_mode: bool = about("The engine's logprobs stand for the policy's before the update")
+    bypass_mode: bool = about("Take the engine's logprobs for the policy's before the update")
     loss_type: Literal["ppo_clip", "reinforce"] = about("Loss in bypass mode")
 
 
 class Algorithm(VerlSection):
-    adv_estimator: Estimator = about("grpo_atropos (the environment's advantages, else GRPO), or one of verl's")
+    adv_estimator: Estimator = about("The environment's advantages, else GRPO; or one of verl's")
     norm_adv_by_std_in_grpo: bool = about("Divide by the group's standard deviation")
     gamma: Fraction = about("Discount factor of reinforce_plus_plus")
     use_kl_in_reward: bool = about("Subtract a KL penalty from the rewards")
@@ -169,7 +165,7 @@ class Algorithm(VerlSection):
 
 
 class LoRA(VerlSection):
-    merge: bool = about("Push base and adapter merged; false: push the adapter alone")
+    merge: bool = about("Push base and adapter merged; false: the adapter alone")
 
 
 class Model(VerlSection):
@@ -183,7 +179,7 @@ class Model(VerlSection):
     override_config: dict[str, Any] = about("Overrides of the model's own configuration")
     lora_rank: Limit = about("Above 0: train a LoRA adapter of this rank")
     lora_alpha: Positive = about("Scale of the adapter: lora_alpha / lora_rank")
-    target_modules: Text | list[Text] = about("Modules that get an adapter; all-linear: all of them")
+    target_modules: Text | list[Text] = about("Modules that get an adapter")
     exclude_modules: Text | list[Text] | None = about("Modules that get none")
     lora_adapter_path: Text | None = about("Begin with this adapter")
     lora: LoRA
@@ -194,7 +190,7 @@ class Optimizer(VerlSection):
     lr_scheduler_type: Literal["constant", "cosine"] = about("Schedule after the warmup")
     lr_warmup_steps: int | None = about("Updates of linear warmup; below 0 or null: by lr_warmup_steps_ratio")
     lr_warmup_steps_ratio: Fraction = about("Warmup as a share of all updates")
-    min_lr_ratio: Fraction | None = about("Lowest learning rate of the cosine schedule, as a share of lr")
+    min_lr_ratio: Fraction | None = about("Lowest learning rate of the cosine schedule / lr")
     num_cycles: Positive = about("Of the cosine schedule")
     weight_decay: NotNegative = about("AdamW's")
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = about("AdamW's")
@@ -203,7 +199,7 @@ class Optimizer(VerlSection):
 
 class FSDP(VerlSection):
     param_offload: bool = about("Keep parameters in host memory between uses")
-    optimizer_offload: bool = about("Keep the optimizer's state in host memory between uses")
+    optimizer_offload: bool = about("The same for the optimizer's state")
     reshard_after_forward: bool = about("Free gathered parameters after the forward pass")
     fsdp_size: int = about("Ranks that share one copy of the parameters; -1: all")
     model_dtype: TorchDtype = about("Of the parameters that the optimizer updates")
@@ -234,7 +230,7 @@ class Actor(VerlSection):
     )
     ppo_epochs: Count = about("Passes over a batch")
     shuffle: bool = about("Shuffle mini-batches: must be false, they are whole groups in the order of arrival")
-    clip_ratio: NotNegative = about("PPO's clip range, where the next two are not set apart")
+    clip_ratio: NotNegative = about("PPO's clip range")
     clip_ratio_low: Fraction = about("Lower clip range")
     clip_ratio_high: NotNegative = about("Upper clip range")
     clip_ratio_c: Annotated[float, Field(gt=1)] = about("Dual-clip bound for negative advantages")
@@ -255,21 +251,21 @@ class Actor(VerlSection):
 
 
 class Reference(VerlSection):
-    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass of the reference policy")
+    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
     log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
     fsdp_config: FSDP
 
 
 class CheckpointEngine(VerlSection):
-    update_weights_bucket_megabytes: Count | None = about("Size of the pieces in which weights travel; null: by device")
+    update_weights_bucket_megabytes: Count | None = about("Size of a bucket of weights; null: by device")
 
 
 class Rollout(VerlSection):
     name: Literal["sglang"] = about("The inference engine")
     n: Count = about("Sequences of a group")
-    temperature: Positive = about("Temperature at which the trainer computes logprobs: that of the sampling")
-    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass of the policy's logprobs")
+    temperature: Positive = about("Temperature of sampling and of the trainer's logprobs")
+    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
     log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
     checkpoint_engine: CheckpointEngine
@@ -288,50 +284,41 @@ class Distillation(Section):
 
 
 class WeightSync(Section):
-    transport: Text = about("How weights travel: disk, distributed, tensor, or one of your own; auto: the fastest")
-    directory: Text = about("For disk: written by rank 0, read by every server")
-    pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What running requests meet")
+    transport: Text = about("disk, distributed, tensor, or one of your own; auto: the fastest")
+    directory: Text = about("For disk")
+    pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What becomes of running requests")
     every: Count = about("Push after every so many updates")
-    verify: Literal["version", "probe"] = about(
-        "Compared after a push: each server's version; probe: also its logprobs, with the trainer's"
-    )
-    timeout: Seconds = about("Seconds, one request of a push to one server; a push as a whole: twice that")
+    verify: Literal["version", "probe"] = about("What is compared after a push; probe: logprobs too")
+    timeout: Seconds = about("Seconds for one request of a push to one server; for a push, twice that")
 
 
 class Atropos(Section):
     api_url: URL = about("The Trajectory API; the launcher sets it")
-    timeout: Seconds = about("Seconds, one request to the API")
-    retry_attempts: Count = about("Attempts to reach an API that has not answered yet, with exponential backoff")
+    timeout: Seconds = about("Seconds for one request to the API")
+    retry_attempts: Count = about("Attempts to reach the API at first, with exponential backoff")
     retry_delay: Seconds = about("Seconds before the second attempt")
-    startup_timeout: Seconds = about("Seconds for the API and the servers to answer when the trainer starts")
-    max_wait_time: Seconds | None = about(
-        "Seconds, the longest wait for a batch; null: 600, or more for long answers. An item may take half of it "
-        "(environment.args.worker_timeout)"
-    )
-    join_timeout: Seconds = about("The same where environment.target=null: for environments to join, or to return")
-    max_restarts: Limit = about("Restarts of a trainer that was killed or lost a rank, before the run ends")
+    startup_timeout: Seconds = about("Seconds for API and servers to answer at the start")
+    max_wait_time: Seconds | None = about("Longest wait for a batch, in seconds; null: 600, or more for long answers")
+    join_timeout: Seconds = about("The same where environment.target=null: for environments to join or return")
+    max_restarts: Limit = about("Restarts of the trainer before the run ends")
     step_timeout: Seconds = about(
-        "Seconds without a trained step, after which the launcher ends the run; waits for a batch do not count"
+        "Seconds without a trained step, after which the run ends; waits for a batch do not count"
     )
-    max_empty_batches: Count = about("Batches in a row with nothing to train on, after which the run ends")
+    max_empty_batches: Count = about("Batches in a row with nothing to train on before the run ends")
     prefetch: Count = about("Batches fetched ahead while one is trained on")
     max_staleness: Limit | None = about("Updates that a sample may be old; 0: on-policy; null: any number")
-    sampling_mismatch: Literal["error", "per_row", "warn"] = about(
-        "Rows sampled at another temperature than the trainer's"
-    )
+    sampling_mismatch: Literal["error", "per_row", "warn"] = about("What rows of another temperature do")
     allow_truncated_sampling: bool = about("Train on rows of truncated or penalized sampling")
-    logprob_tolerance: Positive | None = about(
-        "Nats between engine and trainer on fresh samples; null: by inference.dtype"
-    )
+    logprob_tolerance: Positive | None = about("Nats on fresh samples; null: by inference.dtype")
     overlong: Literal["drop", "truncate", "error"] = about("Rows longer than both lengths together")
-    use_advantages: bool = about("Use the environment's per-token advantages, with grpo_atropos")
-    fallback_to_grpo: bool = about("Compute those of rows that come without; false: an error")
-    advantage_normalization: Literal["none", "batch", "global"] = about("Over the batch's trained tokens, or the run's")
+    use_advantages: bool = about("Use the environment's advantages, with grpo_atropos")
+    fallback_to_grpo: bool = about("Compute missing ones; false: an error")
+    advantage_normalization: Literal["none", "batch", "global"] = about("Over the batch's tokens, or the run's")
     advantage_clipping: Annotated[list[float], Field(min_length=2, max_length=2)] | None = about(
         "[low, high], after normalizing"
     )
     distillation: Distillation
-    replay: Text | None = about("The folder trajectories/ of a run: train on its batches, without API and servers")
+    replay: Text | None = about("A run's folder trajectories/: train on its batches, without API and servers")
     weight_sync: WeightSync
 
 
@@ -340,11 +327,11 @@ class Trainer(VerlSection):
     experiment_name: Name = about("Run in the tracker")
     nnodes: Count = about("Machines with ranks of the trainer")
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
-    device: Device = about("What trainer and servers compute on; auto: GPUs, where there is one")
+    device: Device = about("Of trainer and servers; auto: GPUs if there is one")
     total_training_steps: Count = about("Updates to train")
     save_freq: int = about("Updates between checkpoints, one after the last too; 0 or less: none")
-    max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints that are kept, beside the best; null: all")
-    logger: list[Tracker] = about("Where metrics go beside metrics.jsonl")
+    max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints kept, beside the best; null: all")
+    logger: list[Tracker] = about("Where metrics also go")
     default_local_dir: Text = about("Folder of the checkpoints")
     resume_mode: Literal["auto", "disable", "resume_path"] = about("From the newest checkpoint, none, or a given one")
     resume_from_path: Text | None = about("Folder global_step_N, with resume_mode=resume_path")
@@ -363,7 +350,7 @@ class Configuration(VerlSection):
     inference: Inference
     environment: Environment
     environments: dict[EnvironmentName, OneOfSeveral] = about(
-        "Several, by name: the keys of environment, its values as defaults except of args, reward_bridge and credit"
+        "Several, by name: the keys of environment, its values as defaults, except args, reward_bridge and credit"
     )
     sessions: Sessions
     evaluation: Evaluation
