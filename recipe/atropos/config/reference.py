@@ -27,7 +27,7 @@ file (`--config FILE`). The order of precedence: command line, file, preset,
 starts. An unknown key is an error that names the nearest one, with or without `+`; so is a key of verl's that has no
 effect here ([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead; verl's other keys
 keep their meaning. `environment.args={}` empties a mapping; a preset's `environment.args` are left out where you name
-another `environment.target`.
+another `environment.target`. Every key whose default is `null` may be `null`, except the model's path.
 """
 
 
@@ -39,7 +39,9 @@ def reference() -> str:
         if key.startswith("environments.NAME.") or _is_section(field.annotation):
             continue
         section, _, name = key.rpartition(".")
-        sections.setdefault(section, {})[name] = (_kind(field), field.description or "", _default(key, defaults))
+        default = _default(key, defaults)
+        kind = _kind(field).removesuffix(" or null") if default == "`null`" else _kind(field)
+        sections.setdefault(section, {})[name] = (kind, field.description or "", default)
     pages: dict[str, list[str]] = {}
     for section in sections:
         pages.setdefault(".".join(section.split(".")[:2]), []).append(section)

@@ -81,7 +81,7 @@ class Inference(Section):
 class Environment(Section):
     target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
     command: Text | None = about("Instead of target: a program that calls the model (docs/agents.md)")
-    agent: Text | None = about("Instead of target: MODULE:function, agent(item, base_url, api_key) -> reward")
+    agent: Text | None = about("Instead of target: MODULE:function, async agent(item, base_url, api_key) -> reward")
     items: Text | None = about("Of command or agent: a .jsonl file, or a data set's folder or hub name")
     score: Text | None = about("Of command: MODULE:function(item, output) -> reward; null: the program prints it")
     python: Text | None = about("Its own interpreter; null: the recipe's")

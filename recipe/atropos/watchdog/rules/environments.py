@@ -41,16 +41,16 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 @alarm(
     "environment_raises",
     means="at least half of an environment's items fail with an exception",
-    advice=("see the traceback in its log; python -m recipe.atropos verify-env runs the environment alone"),
+    advice="see the traceback in its log; python -m recipe.atropos verify-env runs it alone",
     chart="outcomes",
     cause=10,
 )
 @alarm(
     "environment_silent",
-    means="nothing comes from an environment: it was abandoned, or no longer calls the API, or none of its items ends",
+    means="nothing comes from an environment: it was abandoned, no longer calls the API, or none of its items ends",
     advice=(
-        "see the environment's log; environment.args.worker_timeout ends items that hang; if items only take "
-        "long, raise watchdog.silent_after"
+        "see its log; environment.args.worker_timeout ends items that hang; if items only take long, raise "
+        "watchdog.silent_after"
     ),
     settings=("watchdog.silent_after",),
     chart="outcomes",
@@ -58,7 +58,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 )
 @alarm(
     "wrong_group_size",
-    means=("at least half of an environment's groups do not have its configured size"),
+    means="at least half of an environment's groups do not have its configured size",
     advice=(
         "let collect_trajectories return config.group_size answers, or set environment.group_size to what it returns"
     ),
@@ -68,7 +68,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 )
 @alarm(
     "too_long",
-    means=("at least half of an environment's groups are dropped for their length"),
+    means="at least half of an environment's groups are dropped for their length",
     advice=(
         "raise data.max_response_length or data.max_prompt_length, or let the environment ask for shorter answers "
         "(its max_tokens)"
@@ -79,8 +79,8 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 )
 @alarm(
     "groups_refused",
-    means=("an environment's items end, but no group is sent, for another reason than those above or for several"),
-    advice=("docs/data-format.md explains the reasons; the environment's log has the first group of each"),
+    means="an environment's items end, but no group is sent, for another reason than those above",
+    advice="docs/data-format.md explains the reasons; the environment's log has the first group of each",
     chart="outcomes",
 )
 @alarm(
@@ -90,8 +90,8 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
         "samples, or its entropy or gradient changed by ten times"
     ),
     advice=(
-        "resume from a checkpoint before that step with a lower actor_rollout_ref.actor.optim.lr; if the policy's "
-        "answers are as good as before, look for a broken scorer"
+        "resume from a checkpoint before that step with a lower actor_rollout_ref.actor.optim.lr; if the answers "
+        "are as good as before, look for a broken scorer"
     ),
     settings=(LR, CLIP, STALENESS),
     chart="logprobs",
@@ -100,14 +100,14 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 @alarm(
     "equal_scores",
     means=(
-        "all groups of an environment, or most while no other is sent, have answers of equal scores: such a group has "
-        "no advantage, and nothing is learned from it"
+        "all groups of an environment, or most while no other is sent, have answers of equal scores: nothing is "
+        "learned from such a group"
     ),
     advice=(
-        "if all groups became equal at once, or scores do not fit the answers in rollouts/, look for a broken policy "
-        "(its answers, actor/entropy, actor/grad_norm), then for a broken scorer or answer parser; else, if the mean "
-        "score is the lowest, use easier problems, a better policy or a score with partial credit; if it is the "
-        "highest, the task is solved: use harder problems; in between, problems are either too easy or too hard"
+        "if all groups became equal at once, or scores do not fit the answers in rollouts/, look for a broken "
+        "policy (actor/entropy, actor/grad_norm), then for a broken scorer; else, if the mean score is the lowest, "
+        "use easier problems or a better policy; if it is the highest, harder problems; in between, problems are "
+        "either too easy or too hard"
     ),
     settings=(TEMPERATURE, RESPONSE, GROUP_SIZE),
     chart="outcomes",

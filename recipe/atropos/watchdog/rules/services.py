@@ -18,7 +18,7 @@ _OTHER_WEIGHTS = "weight version"  # in the gateway's reason for removing a serv
 
 @alarm(
     "queue_full",
-    means=("the Trajectory API holds more tokens than its queue is for: training is the bottleneck"),
+    means="the Trajectory API holds more tokens than its queue is for: training is the bottleneck",
     advice=(
         "set trainer.atropos.max_staleness, which paces the environments, or allow fewer groups in flight "
         "(environment.args.max_num_workers)"
@@ -36,10 +36,10 @@ def _queue_full(history: History, now: float) -> Iterator[Finding]:
 
 @alarm(
     "empty_batches",
-    means=("three batches in a row, or more, had no row to train on: the policy did not change"),
+    means="three batches in a row, or more, had no row to train on: the policy did not change",
     advice=(
-        "the trainer's log has the reasons by environment, explained in docs/data-format.md; often another "
-        "tokenizer, or an environment without the adapter where trainer.atropos.max_staleness is set"
+        "the trainer's log has the reasons, docs/data-format.md explains them; often another tokenizer, or an "
+        "environment without the adapter where trainer.atropos.max_staleness is set"
     ),
     settings=(STALENESS, "trainer.atropos.max_empty_batches", "trainer.atropos.overlong"),
     in_step=InStep(
@@ -62,7 +62,7 @@ def _empty_batches(history: History, now: float) -> Iterator[Finding]:
     ),
     advice=(
         "look for a failed push in the trainer's log, for a restart in the server's; try another "
-        "trainer.atropos.weight_sync.transport, and weight_sync.verify=probe"
+        "trainer.atropos.weight_sync.transport, or weight_sync.verify=probe"
     ),
     settings=tuple(
         f"trainer.atropos.{key}" for key in ("weight_sync.transport", "weight_sync.verify", "max_staleness")

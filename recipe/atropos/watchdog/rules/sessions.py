@@ -9,28 +9,22 @@ from recipe.atropos.watchdog.registry import Finding, alarm
 # tenth of its sessions, so many in a row call none once in 850 times.
 _SESSIONS = 64
 _MOST = 0.5  # of them: such a session has no reward, so the groups lose half of their rows
-_SEE = "see what it does: python -m recipe.atropos inspect RUN --sessions, and --session ID"
+_SEE = "see what it does with python -m recipe.atropos inspect RUN --sessions"
 
 
 @alarm(
     "agent_does_not_end",
-    means=("at least half of an environment's sessions reach their time limit, and have no reward"),
-    advice=(
-        f"{_SEE}; if it only takes long, raise environment.args.time_limit, or lower environment.args.parallel; "
-        "let it limit the time of what it calls"
-    ),
+    means="at least half of an environment's sessions reach their time limit, and have no reward",
+    advice=f"{_SEE}; if it only takes long, raise environment.args.time_limit, or lower environment.args.parallel",
     chart="sessions",
     cause=95,
 )
 @alarm(
     "agent_loops",
-    means=(
-        "at least half of an environment's sessions reach their limit of turns or tokens, or repeat a tool call "
-        "again and again"
-    ),
+    means="at least half of an environment's sessions reach their limit of turns or tokens, or repeat a tool call",
     advice=(
-        f"{_SEE}; if results of tools do not reach the policy, or never change, look at the agent; if its tasks "
-        "need more, raise environment.args.max_turns or max_tokens"
+        f"{_SEE}; if results of tools do not reach the policy, look at the agent; if its tasks need more, raise "
+        "environment.args.max_turns or max_tokens"
     ),
     chart="sessions",
     cause=14,
@@ -40,7 +34,7 @@ _SEE = "see what it does: python -m recipe.atropos inspect RUN --sessions, and -
     means="none of an environment's sessions calls a tool, although their requests have tools",
     advice=(
         f"{_SEE}; if replies have calls as text, set sessions.tool_parser to their format; else say in the prompt "
-        "when to call, or use a policy that was trained to"
+        "when to call"
     ),
     chart="sessions",
     cause=16,

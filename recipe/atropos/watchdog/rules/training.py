@@ -109,7 +109,7 @@ def _lasting(
 )
 @alarm(
     "truncated_sampling",
-    means=("rows were sampled with top_p, top_k or min_p, or greedily: their logprobs are not known"),
+    means="rows were sampled with top_p, top_k or min_p, or greedily: their logprobs are not known",
     advice="let the environment sample without",
     settings=("trainer.atropos.allow_truncated_sampling",),
     chart="sampling",
@@ -130,7 +130,7 @@ def _lasting(
 )
 @alarm(
     "unknown_sampling",
-    means=("rows came without sampling parameters, and count as sampled at actor_rollout_ref.rollout.temperature"),
+    means="rows came without sampling parameters, and count as sampled at actor_rollout_ref.rollout.temperature",
     advice=(
         "run their environment through recipe.atropos.utils.env_adapter, or let it send group_overrides.sampling_params"
     ),
@@ -141,7 +141,7 @@ def _lasting(
 )
 @alarm(
     "gradient_not_finite",
-    means=("the gradient of an optimizer step was not finite, so verl skipped that step"),
+    means="the gradient of an optimizer step was not finite, so verl skipped that step",
     advice="look at actor/pg_loss, the learning rate and the dtype",
     settings=(LR, CLIP),
     chart="gradient",
@@ -250,8 +250,7 @@ def broken_policy(history: History, since: int | None) -> str:
         "dropped: only shorter answers are trained on"
     ),
     advice=(
-        "raise either length, or let the environment ask for shorter answers (its max_tokens); "
-        "trainer.atropos.overlong=truncate trains on the beginning of a response"
+        "raise either length, let the environment ask for shorter answers, or set trainer.atropos.overlong=truncate"
     ),
     settings=(RESPONSE, PROMPT, "trainer.atropos.overlong"),
     chart="drops",
@@ -263,10 +262,7 @@ def broken_policy(history: History, since: int | None) -> str:
         "the weights that sampled are too old or not known: rows are trained on many updates late, or at least "
         "half are dropped"
     ),
-    advice=(
-        "if trainer.atropos.max_staleness is null, set it: it paces environments that run through the adapter; "
-        "else see docs/staleness.md"
-    ),
+    advice="if trainer.atropos.max_staleness is null, set it; else see docs/staleness.md",
     settings=(STALENESS, "trainer.atropos.weight_sync.every"),
     chart="staleness",
     cause=170,
@@ -300,10 +296,7 @@ def _samples(history: History, now: float) -> Iterator[Finding]:
 
 @alarm(
     "all_rows_clipped",
-    means=(
-        "nearly every response ends at the same maximum length: what comes after it was not sampled, or is not "
-        "trained on"
-    ),
+    means="nearly every response ends at the same maximum length",
     advice=(
         "raise data.max_response_length and the environment's max_tokens, or check that the policy ends its answers "
         "(chat template, end-of-sequence token)"
@@ -343,11 +336,11 @@ def _learning_rate(history: History, now: float) -> Iterator[Finding]:
 
 @alarm(
     "reward_collapsed",
-    means=("the mean score has fallen from its best to about that of the start, or below"),
+    means="the mean score has fallen from its best to about that of the start, or below",
     advice=(
-        "look at what else changed then: rollouts/, actor/entropy, the logprob difference; if the policy itself "
-        "got worse, resume from a checkpoint before the fall with a lower actor_rollout_ref.actor.optim.lr or a "
-        "KL term (actor_rollout_ref.actor.use_kl_loss)"
+        "look at what else changed then (rollouts/, actor/entropy, the logprob difference); resume from a "
+        "checkpoint before the fall with a lower actor_rollout_ref.actor.optim.lr or a KL term "
+        "(actor_rollout_ref.actor.use_kl_loss)"
     ),
     settings=(LR, "actor_rollout_ref.actor.use_kl_loss", STALENESS),
     chart="score",
@@ -358,8 +351,7 @@ def _learning_rate(history: History, now: float) -> Iterator[Finding]:
     advice=(
         "only if actor/grad_norm is far below actor_rollout_ref.actor.optim.clip_grad, raise "
         "actor_rollout_ref.actor.optim.lr; else look at data and scorer: do the scores in rollouts/ fit the "
-        "answers, how high is atropos/zero_signal_share, does the policy ever score (or does it need easier "
-        "problems)"
+        "answers, how high is atropos/zero_signal_share, are the problems too hard"
     ),
     settings=(LR, CLIP, TEMPERATURE, GROUP_SIZE),
     chart="score",
@@ -428,7 +420,7 @@ def _flat(
     "entropy_collapsed",
     means=(
         "the policy's entropy has fallen below a tenth of that of the first steps, and the score is not near its "
-        "highest: answers to a problem become alike"
+        "highest"
     ),
     advice=(
         "resume from an earlier checkpoint with a lower learning rate, a higher "
