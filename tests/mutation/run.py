@@ -93,7 +93,7 @@ class Mutant:
     line: str
     source: str
     tests: list[str]
-    keywords: str | None = None  # of the tests that must fail
+    keywords: str = ""  # of the tests that must fail
     processes: bool = False  # the tests start processes that import the module
 
 
@@ -119,27 +119,19 @@ class Broken(Exception):
 def named_mutants(files: list[str]) -> list[Mutant]:
     """Those of ``named.toml``; raises Broken for a text that is not in its file exactly once."""
     mutants = []
-    for name, entry in tomllib.loads((HERE / "named.toml").read_text()).items():
-        source = (ROOT / "recipe/atropos" / entry["file"]).read_text()
-        if source.count(entry["old"]) != 1:
-            raise Broken(
-                f"named.toml: {name}: its old text is {source.count(entry['old'])} times in {entry['file']}, expected "
-                "once; the code has changed: write the same fault for the code of today"
-            )
-        mutated = source.replace(entry["old"], entry["new"])
-        compile(mutated, entry["file"], "exec")
-        if entry["file"] in files or not files:
-            mutants.append(
-                Mutant(
-                    entry["file"],
-                    name,
-                    "",
-                    mutated,
-                    entry["tests"],
-                    entry.get("keywords"),
-                    entry.get("processes", False),
+    for file, entries in tomllib.loads((HERE / "named.toml").read_text()).items():
+        source = (ROOT / "recipe/atropos" / file).read_text()
+        for name, entry in entries.items():
+            if source.count(entry["old"]) != 1:
+                raise Broken(
+                    f"named.toml: {name}: its old text is {source.count(entry['old'])} times in {file}, expected once; "
+                    "the code has changed: write the same fault for the code of today"
                 )
-            )
+            mutated = source.replace(entry["old"], entry["new"])
+            compile(mutated, file, "exec")
+            test, _, keywords = entry["tests"].partition(" -k ")
+            if file in files or not files:
+                mutants.append(Mutant(file, name, "", mutated, [test], keywords, entry.get("processes", False)))
     return mutants
 
 
@@ -159,12 +151,13 @@ def sampled_mutants(files: list[str], seed: int, n: int, python: str) -> tuple[l
 def accepted() -> dict[tuple[str, str], str]:
     """Reasons by (name, line); see the head of ``accepted.toml``."""
     reasons = {}
-    for entry in tomllib.loads((HERE / "accepted.toml").read_text()).get("accepted", ()):
-        source = (ROOT / "recipe/atropos" / entry["file"]).read_text()
-        if entry["line"] not in (line.strip() for line in source.splitlines()):
-            raise Broken(f"accepted.toml: {entry['file']} has no line {entry['line']!r} any more: delete the entry")
-        for operator in entry["operators"]:
-            reasons[f"{entry['file']}::{entry['function']}::{operator}", entry["line"]] = entry["reason"]
+    for file, functions in tomllib.loads((HERE / "accepted.toml").read_text()).items():
+        lines = [line.strip() for line in (ROOT / "recipe/atropos" / file).read_text().splitlines()]
+        for function, entry in ((name, entry) for name, entries in functions.items() for entry in entries):
+            if entry["line"] not in lines:
+                raise Broken(f"accepted.toml: {file} has no line {entry['line']!r} any more: delete the entry")
+            for operator in entry["operators"]:
+                reasons[f"{file}::{function}::{operator}", entry["line"]] = entry["reason"]
     return reasons
 
 
