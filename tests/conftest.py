@@ -43,6 +43,12 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of asynchronous tests, which anyio's plugin runs."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model of seed 0."""
     return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)

@@ -1,6 +1,7 @@
 """The Trajectory API's service in this process, and what trainers and environments ask of it."""
 
 import asyncio
+import contextlib
 
 from recipe.atropos.trajectory_api import database, delivery, ingest
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration
@@ -12,17 +13,20 @@ def registration(batch_size, **fields):
     return Registration("", "", batch_size, 100, "", -1, 0, 10, **fields)
 
 
-def in_service(folder, test, **settings):
+@contextlib.asynccontextmanager
+async def open_service(folder, **settings):
+    service = Service(Settings(folder, **settings))
+    try:
+        async with asyncio.timeout(60):
+            yield service
+    finally:
+        service.close()
+
+
+async def in_service(folder, test, **settings):
     """Run ``test(service)`` on a service of its own, and return what it returns."""
-
-    async def run():
-        service = Service(Settings(folder, **settings))
-        try:
-            return await asyncio.wait_for(test(service), 60)
-        finally:
-            service.close()
-
-    return asyncio.run(run())
+    async with open_service(folder, **settings) as service:
+        return await test(service)
 
 
 async def post(service, *numbers, env=None, size=4, ticket=None):

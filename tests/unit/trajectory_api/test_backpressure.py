@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.trajectory_service import batch, begin, in_service, join, post, registration
+from helpers.trajectory_service import batch, begin, in_service, join, open_service, post, registration
 from recipe.atropos.trajectory_api import batching, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
 from recipe.atropos.trajectory_api.endpoints import RequestRefused
@@ -22,8 +22,8 @@ async def needs_evaluation(service):
     return True
 
 
-def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
-    async def test(service):
+async def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
+    async with open_service(tmp_path, queue_tokens=100) as service:
         await delivery.register(service, registration(64, after=0))
         env = await join(service)
         for number in range(16):
@@ -35,13 +35,10 @@ def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
         assert await delivery.numbered_batch(service, 0, 0, None) == 1
         assert await begin(service, env) is not None and not await needs_evaluation(service)
 
-    in_service(tmp_path, test, queue_tokens=100)
 
-
-def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
+async def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
     """By name before they are stored; those that were queued before the trainer came are dropped, and counted."""
-
-    async def test(service):
+    async with open_service(tmp_path) as service:
         await post(service, 1, size=20)
         await post(service, 2)
         await delivery.register(service, registration(8, after=0))
@@ -52,28 +49,21 @@ def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
         assert service.counts["refused/larger_than_batch"] == 1
         await post(service, 3)
         assert await delivery.numbered_batch(service, 0, 0, None) == 1 and await batch(service, 1) == [2, 3]
-
-    async def later(service):
+    async with open_service(tmp_path) as service:
         assert not list(service.queue) and service.counts["dropped/larger_than_batch"] == 1
 
-    in_service(tmp_path, test)
-    in_service(tmp_path, later)
 
-
-def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(tmp_path):
-    async def test(service):
-        await delivery.register(service, registration(8))
-        body = json.dumps({"tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0.0] * 3}).encode()
-        with pytest.raises(RequestRefused, match="which groups of this size never fill"):
-            ingest.parse(service, body, False, False, None)
-        await post(service, 1, 2, 3, size=2)
-        await post(service, 4, 5, size=4)
-        assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [4, 5]
-        await post(service, 6, size=2)
-        delivery.stock_delivered(service, service.epoch, 1, written=True)
-        assert await delivery.stock_batch(service) == 2 and await batch(service, 2) == [1, 2, 3, 6]
-
-    in_service(tmp_path, test)
+async def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(service):
+    await delivery.register(service, registration(8))
+    body = json.dumps({"tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0.0] * 3}).encode()
+    with pytest.raises(RequestRefused, match="which groups of this size never fill"):
+        ingest.parse(service, body, False, False, None)
+    await post(service, 1, 2, 3, size=2)
+    await post(service, 4, 5, size=4)
+    assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [4, 5]
+    await post(service, 6, size=2)
+    delivery.stock_delivered(service, service.epoch, 1, written=True)
+    assert await delivery.stock_batch(service) == 2 and await batch(service, 2) == [1, 2, 3, 6]
 
 
 # ---------------------------------------------------------------------- batches with nothing to train on
@@ -81,14 +71,24 @@ def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(tmp_path):
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("restart", [False, True])
-def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, restart):
+async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, restart):
     """Without a push; and once weights with it are pushed, the bound is as before."""
 
     async def fill(service, env):
         while (ticket := await begin(service, env)) is not None:
             await post(service, 0, env=env, ticket=ticket)
 
-    async def first(service):
+    async def later(service):
+        [env] = service.environments.by_id
+        assert service.trainer.empty == {1, 2, 3} and service.trainer.weights == 0
+        assert await begin(service, env) is None
+        await delivery.weights_pushed(service, 4)
+        assert service.trainer.empty == set() and status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 0
+        await fill(service, env)
+        assert await delivery.numbered_batch(service, 4 + max_staleness, 0, None) == 5 + max_staleness
+        assert await begin(service, env) is None
+
+    async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0, max_staleness=max_staleness))
         env = await join(service)
         for number in range(1, 2 + max_staleness):
@@ -105,34 +105,20 @@ def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, 
         assert status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 3
         if not restart:
             await later(service)
-
-    async def later(service):
-        [env] = service.environments.by_id
-        assert service.trainer.empty == {1, 2, 3} and service.trainer.weights == 0
-        assert await begin(service, env) is None
-        await delivery.weights_pushed(service, 4)
-        assert service.trainer.empty == set() and status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 0
-        await fill(service, env)
-        assert await delivery.numbered_batch(service, 4 + max_staleness, 0, None) == 5 + max_staleness
-        assert await begin(service, env) is None
-
-    in_service(tmp_path, first)
     if restart:
-        in_service(tmp_path, later)
+        await in_service(tmp_path, later)
 
 
 # ---------------------------------------------------------------------- tickets
 
 
-def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, caplog):
+async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, caplog):
     """Three times as long as its environment's tickets took at most, and 30 s: then it is released, by name."""
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
     for module in (batching, delivery, service_module):
         monkeypatch.setattr(module, "time", clock)
-
-    async def test(service):
-        nonlocal now
+    async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0))
         env = await join(service)
         for _ in range(10):
@@ -157,59 +143,49 @@ def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, cap
         assert await delivery.numbered_batch(service, 5, 0, None) == 6
         await post(service, 2, env=env, ticket=hung)
         assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
-
-    in_service(tmp_path, test)
     assert "of env_0, whose groups take 20 s at most: released" in caplog.text
 
 
-def test_an_environment_that_hangs_from_the_first_stops_nobody(tmp_path, monkeypatch):
+async def test_an_environment_that_hangs_from_the_first_stops_nobody(service, monkeypatch):
     """Then it is what others take, and at least 120 s. A group that comes after all tells its own."""
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
     for module in (batching, delivery, environments, service_module):
         monkeypatch.setattr(module, "time", clock)
 
-    async def test(service):
-        nonlocal now
-        await delivery.register(service, registration(8, after=0))
-        first, slow = await join(service), await join(service)
-        hung = await begin(service, slow)
-        ticket = await begin(service, first)
-        assert await delivery.numbered_batch(service, 0, 0, None) is None
-        now += 1000
-        service.release_hung()
-        assert hung in service.queue.tickets, "of nobody is it known how long groups take"
-        await delivery.register(service, registration(8, after=0))
-        await post(service, 1, env=first, ticket=ticket)
-        assert await delivery.numbered_batch(service, 0, 0, None) is None
-        now += 2999
-        service.release_hung()
-        assert hung in service.queue.tickets
-        now += 2
-        service.release_hung()
-        assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
-        await post(service, 2, env=slow, ticket=hung)
-        assert service.queue.environments[slow].seconds[0] == pytest.approx(4001), "it is late, and known now"
-        assert not service.queue.hung
-
-    in_service(tmp_path, test)
+    await delivery.register(service, registration(8, after=0))
+    first, slow = await join(service), await join(service)
+    hung = await begin(service, slow)
+    ticket = await begin(service, first)
+    assert await delivery.numbered_batch(service, 0, 0, None) is None
+    now += 1000
+    service.release_hung()
+    assert hung in service.queue.tickets, "of nobody is it known how long groups take"
+    await delivery.register(service, registration(8, after=0))
+    await post(service, 1, env=first, ticket=ticket)
+    assert await delivery.numbered_batch(service, 0, 0, None) is None
+    now += 2999
+    service.release_hung()
+    assert hung in service.queue.tickets
+    now += 2
+    service.release_hung()
+    assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+    await post(service, 2, env=slow, ticket=hung)
+    assert service.queue.environments[slow].seconds[0] == pytest.approx(4001), "it is late, and known now"
+    assert not service.queue.hung
 
 
-def test_two_posts_under_one_ticket_get_one_place(tmp_path):
-    async def test(service):
-        await delivery.register(service, registration(12, after=0, max_staleness=0))
-        env = await join(service)
-        ticket = await begin(service, env)
-        await asyncio.gather(*(post(service, number, env=env, ticket=ticket) for number in (1, 2)))
-        assert sorted(entry.due for entry in service.queue) == [0, 1]
-
-    in_service(tmp_path, test)
+async def test_two_posts_under_one_ticket_get_one_place(service):
+    await delivery.register(service, registration(12, after=0, max_staleness=0))
+    env = await join(service)
+    ticket = await begin(service, env)
+    await asyncio.gather(*(post(service, number, env=env, ticket=ticket) for number in (1, 2)))
+    assert sorted(entry.due for entry in service.queue) == [0, 1]
 
 
-def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
+async def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
     """It waits for its environment's turn, like groups without tickets; those that hold tickets come first."""
-
-    async def test(service):
+    async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0, max_staleness=0))
         env = await join(service)
         late = await begin(service, env)
@@ -219,13 +195,8 @@ def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
         for number, ticket in enumerate(tickets, start=1):
             await post(service, number, env=env, ticket=ticket)
         assert await delivery.numbered_batch(service, 0, 0, None) == 1 and await batch(service, 1) == [1, 2]
-
-    in_service(tmp_path, test)
-    in_service(tmp_path, still_without_ticket)
-
-
-async def still_without_ticket(service):
-    assert [entry.due for entry in service.queue] == [0], "after a restart too"
+    async with open_service(tmp_path) as service:
+        assert [entry.due for entry in service.queue] == [0], "after a restart too"
 
 
 async def always_ask(service, env):
@@ -236,21 +207,17 @@ async def always_ask(service, env):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_stock_backlog_does_not_starve_tickets(tmp_path, max_staleness):
+async def test_a_stock_backlog_does_not_starve_tickets(service, max_staleness):
     """BaseEnv keeps three batches queued; an adapted environment with half of each batch gets its half."""
-
-    async def test(service):
-        await delivery.register(service, registration(16, after=0, max_staleness=max_staleness))
-        stock, ours = await join(service), await join(service, min_batch_allocation=0.5)
-        trained = Counter()
-        asking = asyncio.ensure_future(always_ask(service, ours))
-        for after in range(20):
-            while service.environments.status(stock, service.queue)["queue_size"] * 4 < 3 * 16:
-                await post(service, 0, env=stock)
-            assert await delivery.numbered_batch(service, after, 5, None) == after + 1
-            trained.update(await batch(service, after + 1))
-            await delivery.weights_pushed(service, after + 1)
-        asking.cancel()
-        assert trained[1] == pytest.approx(60, abs=5)  # half, and its part of the rest
-
-    in_service(tmp_path, test)
+    await delivery.register(service, registration(16, after=0, max_staleness=max_staleness))
+    stock, ours = await join(service), await join(service, min_batch_allocation=0.5)
+    trained = Counter()
+    asking = asyncio.ensure_future(always_ask(service, ours))
+    for after in range(20):
+        while service.environments.status(stock, service.queue)["queue_size"] * 4 < 3 * 16:
+            await post(service, 0, env=stock)
+        assert await delivery.numbered_batch(service, after, 5, None) == after + 1
+        trained.update(await batch(service, after + 1))
+        await delivery.weights_pushed(service, after + 1)
+    asking.cancel()
+    assert trained[1] == pytest.approx(60, abs=5)  # half, and its part of the rest

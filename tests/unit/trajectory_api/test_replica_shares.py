@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from helpers.trajectory_service import batches, begin, in_service, post, registration
+from helpers.trajectory_service import batches, begin, open_service, post, registration
 from recipe.atropos.trajectory_api import delivery, ingest, status
 from recipe.atropos.trajectory_api.batching import UNBOUNDED, Ask, Queue
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration
@@ -35,56 +35,46 @@ def test_replicas_take_turns_as_one_environment(minimum, part):
     assert max(issued[env] for env in (1, 2, 3)) - min(issued[env] for env in (1, 2, 3)) <= 1
 
 
-def test_replicas_have_one_share_and_one_line(tmp_path):
+async def test_replicas_have_one_share_and_one_line(service):
     """Whichever of them lives has all of it; an environment without replicas is another one."""
+    await delivery.register(service, registration(8, after=0))
+    a, again = [await join(service, "a", replica, min_batch_allocation=0.5) for replica in (0, 1)]
+    b = await join(service, "b")
+    same = await join(service, "a")
 
-    async def test(service):
-        await delivery.register(service, registration(8, after=0))
-        a, again = [await join(service, "a", replica, min_batch_allocation=0.5) for replica in (0, 1)]
-        b = await join(service, "b")
-        same = await join(service, "a")
+    def weights(*envs):
+        return [service.environments.status(env, service.queue)["env_weight"] for env in envs]
 
-        def weights(*envs):
-            return [service.environments.status(env, service.queue)["env_weight"] for env in envs]
+    assert weights(a, again, b, same) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
+    assert status.status_env(service, b)["unallocated_fraction"] == 0.5
+    await post(service, 1, env=a)
+    await post(service, 2, env=again)
+    found = {line["env_id"]: line for line in status.environments(service)}
+    assert found.keys() == {again, b, same}
+    line = found[again]
+    assert (line["replicas"], line["queued_sequences"], line["counts"]["received"]) == (2, 8, 2)
+    assert status.status_env(service, b)["queue_size"] == 1, "of 8 sequences 4 are allocated, once"
 
-        assert weights(a, again, b, same) == pytest.approx([1 / 6, 1 / 6, 1 / 3, 1 / 3])
-        assert status.status_env(service, b)["unallocated_fraction"] == 0.5
-        await post(service, 1, env=a)
-        await post(service, 2, env=again)
-        found = {line["env_id"]: line for line in status.environments(service)}
-        assert found.keys() == {again, b, same}
-        line = found[again]
-        assert (line["replicas"], line["queued_sequences"], line["counts"]["received"]) == (2, 8, 2)
-        assert status.status_env(service, b)["queue_size"] == 1, "of 8 sequences 4 are allocated, once"
-
-        await ingest.disconnect_env(service, again)
-        service.apply_share(service.environments.by_id[again])
-        assert weights(a, b, same) == pytest.approx([1 / 3] * 3)
-        [line] = [line for line in status.environments(service) if line["env_id"] == again]
-        assert (line["replicas"], line["alive"], line["min_batch_allocation"]) == (1, True, 0.5)
-        restarted = await join(service, "a", 1, min_batch_allocation=0.5)
-        assert service.queue.environment(restarted) is service.queue.environment(a)
-        for env in (a, restarted):
-            await ingest.disconnect_env(service, env)
-            service.apply_share(service.environments.by_id[env])
-        assert service.queue.environment(a).minimum == 0.0 and status.status_env(service, b)["env_weight"] == 0.5
-
-    in_service(tmp_path, test)
+    await ingest.disconnect_env(service, again)
+    service.apply_share(service.environments.by_id[again])
+    assert weights(a, b, same) == pytest.approx([1 / 3] * 3)
+    [line] = [line for line in status.environments(service) if line["env_id"] == again]
+    assert (line["replicas"], line["alive"], line["min_batch_allocation"]) == (1, True, 0.5)
+    restarted = await join(service, "a", 1, min_batch_allocation=0.5)
+    assert service.queue.environment(restarted) is service.queue.environment(a)
+    for env in (a, restarted):
+        await ingest.disconnect_env(service, env)
+        service.apply_share(service.environments.by_id[env])
+    assert service.queue.environment(a).minimum == 0.0 and status.status_env(service, b)["env_weight"] == 0.5
 
 
-def test_replicas_are_one_environment_after_a_restart(tmp_path):
+async def test_replicas_are_one_environment_after_a_restart(tmp_path):
     """Of the API: from its store, with their tickets, of which the dead one's are released."""
-
-    async def first(service):
+    async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0))
-        envs = [await join(service, "a", replica) for replica in (0, 1)]
+        a, b = envs = [await join(service, "a", replica) for replica in (0, 1)]
         tickets = [await begin(service, env) for env in envs]
-        return envs, tickets
-
-    envs, tickets = in_service(tmp_path, first)
-
-    async def second(service):
-        a, b = envs
+    async with open_service(tmp_path) as service:
         assert service.queue.environment(a) is service.queue.environment(b) and service.queue.environment(a).begun == 8
         await ingest.disconnect_env(service, a)
         assert [*service.queue.tickets] == [tickets[1]]
@@ -93,5 +83,3 @@ def test_replicas_are_one_environment_after_a_restart(tmp_path):
         service.advance()
         assert len(await asyncio.wait_for(batches(service, 0), 10)) == 1
         assert service.queue.environment(a).seconds
-
-    in_service(tmp_path, second)

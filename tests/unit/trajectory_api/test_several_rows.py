@@ -6,7 +6,7 @@ from contextlib import closing
 import orjson
 import pytest
 
-from helpers.trajectory_service import begin, in_service, join, registration
+from helpers.trajectory_service import begin, join, registration
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, status, wire
@@ -60,32 +60,29 @@ def test_malformed_trajectories_are_refused_alike(group, words):
         assert refused.value.reason == "malformed"
 
 
-def test_batches_count_trajectories_and_split_none(tmp_path):
-    async def test(service):
-        await delivery.register(service, registration(4, after=0))
-        env = await join(service)
+async def test_batches_count_trajectories_and_split_none(service):
+    await delivery.register(service, registration(4, after=0))
+    env = await join(service)
 
-        async def post(numbers, ticket=None):
-            body = orjson.dumps(a_group(numbers) | {"env_id": env})
-            await ingest.post(service, ingest.parse(service, body, False, False, ticket), ticket, None)
+    async def post(numbers, ticket=None):
+        body = orjson.dumps(a_group(numbers) | {"env_id": env})
+        await ingest.post(service, ingest.parse(service, body, False, False, ticket), ticket, None)
 
-        first = await begin(service, env)  # for group_size 4
-        await post([0, 0, 0, 1, 2, 3, 3], first)
-        assert service.counts["larger_than_ticket"] == 0 and service.queue.sequences == 4
-        for numbers in ([0, 0, 1], [5, 5, 5, 5, 5], [0, 1, 1]):  # of sizes 2, 1 and 2: the last does not fit
-            await post(numbers)
-        with pytest.raises(RequestRefused, match="a group of 5 sequences: the trainer's batch has 4"):
-            await post([0, 1, 2, 3, 4, 4])
-        service.advance()
-        assert await delivery.numbered_batch(service, 0, 0, None) == 1
-        assert await delivery.numbered_batch(service, 1, 0, None) == 2
-        assert await delivery.numbered_batch(service, 2, 0, None) is None
-        records = [await service.store.read(database.read_batch, number) for number in (1, 2)]
-        found = [[unpack(record).field("group_overrides")["trajectory"] for record in batch] for batch in records]
-        assert found == [[[0, 0, 0, 1, 2, 3, 3]], [[0, 0, 1], [5, 5, 5, 5, 5]]]
-        assert status.diagnose(service)["queue"]["sequences"] == 2
-
-    in_service(tmp_path, test)
+    first = await begin(service, env)  # for group_size 4
+    await post([0, 0, 0, 1, 2, 3, 3], first)
+    assert service.counts["larger_than_ticket"] == 0 and service.queue.sequences == 4
+    for numbers in ([0, 0, 1], [5, 5, 5, 5, 5], [0, 1, 1]):  # of sizes 2, 1 and 2: the last does not fit
+        await post(numbers)
+    with pytest.raises(RequestRefused, match="a group of 5 sequences: the trainer's batch has 4"):
+        await post([0, 1, 2, 3, 4, 4])
+    service.advance()
+    assert await delivery.numbered_batch(service, 0, 0, None) == 1
+    assert await delivery.numbered_batch(service, 1, 0, None) == 2
+    assert await delivery.numbered_batch(service, 2, 0, None) is None
+    records = [await service.store.read(database.read_batch, number) for number in (1, 2)]
+    found = [[unpack(record).field("group_overrides")["trajectory"] for record in batch] for batch in records]
+    assert found == [[[0, 0, 0, 1, 2, 3, 3]], [[0, 0, 1], [5, 5, 5, 5, 5]]]
+    assert status.diagnose(service)["queue"]["sequences"] == 2
 
 
 def test_exports_and_imports_keep_trajectories(tmp_path):
@@ -102,12 +99,9 @@ def test_exports_and_imports_keep_trajectories(tmp_path):
         assert connection.execute("SELECT sequences, tokens FROM groups").fetchall() == [(2, 6)]
 
 
-def test_a_stock_trainer_gets_no_trajectory_of_several_rows(tmp_path):
-    async def test(service):
-        await delivery.register(service, registration(4))
-        parse = lambda numbers: ingest.parse(service, orjson.dumps(a_group(numbers)), False, False, None)  # noqa: E731
-        assert len(parse([1, 2, 3, 4])) == 1
-        with pytest.raises(RequestRefused, match="5 sequences are rows of 4 trajectories: .* post one row of each"):
-            parse([1, 2, 3, 4, 4])
-
-    in_service(tmp_path, test)
+async def test_a_stock_trainer_gets_no_trajectory_of_several_rows(service):
+    await delivery.register(service, registration(4))
+    parse = lambda numbers: ingest.parse(service, orjson.dumps(a_group(numbers)), False, False, None)  # noqa: E731
+    assert len(parse([1, 2, 3, 4])) == 1
+    with pytest.raises(RequestRefused, match="5 sequences are rows of 4 trajectories: .* post one row of each"):
+        parse([1, 2, 3, 4, 4])

@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 from aiohttp.test_utils import RawTestServer
 
-from helpers.trajectory_service import in_service, registration
+from helpers.trajectory_service import in_service, open_service, registration
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
 from recipe.atropos.trajectory_api.app import Api
@@ -58,6 +58,14 @@ def flip_token(folder, number):
     flip(folder / DATABASE, content.index(stored) + len(stored) - 8 * 4 - 20)  # before the scores
 
 
+@contextlib.asynccontextmanager
+async def client_of(service, retry_timeout):
+    async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
+        async with TrajectoryApiClient(str(server.make_url("")), retry_timeout=retry_timeout) as client:
+            client.epoch = service.epoch
+            yield client
+
+
 DAMAGES = {
     "bit": lambda folder: flip_token(folder, 9),
     "exchanged": lambda folder: change(
@@ -70,43 +78,33 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_digest_a_batch_with_damage_is_never_served(tmp_path, damage):
+async def test_digest_a_batch_with_damage_is_never_served(tmp_path, damage):
     """The second of two slices is damaged, after the first was sent; the client is told all the same."""
-
-    async def ask(service):
-        async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
-            async with TrajectoryApiClient(str(server.make_url("")), retry_timeout=20) as client:
-                client.epoch = service.epoch
-                with pytest.raises(TrajectoryApiError, match=named) as refused:
-                    await client.batch(0, wait=0)
-                assert refused.value.status == 410
-        assert await delivery.numbered_batch(service, 1, 0, None) == 2
-        return await service.store.read(database.read_batch, 2, 0, 10)
-
-    in_service(tmp_path, fill)
+    await in_service(tmp_path, fill)
     damage(tmp_path)
     named = rf"{tmp_path / DATABASE}, batch 1(: group 9)? is damaged: .*restore it from a copy, or move its folder"
-    assert in_service(tmp_path, ask) == [wire.split(record(number))[0] for number in range(11, 21)]
+    async with open_service(tmp_path) as service:
+        async with client_of(service, retry_timeout=20) as client:
+            with pytest.raises(TrajectoryApiError, match=named) as refused:
+                await client.batch(0, wait=0)
+            assert refused.value.status == 410
+        assert await delivery.numbered_batch(service, 1, 0, None) == 2
+        undamaged = await service.store.read(database.read_batch, 2, 0, 10)
+    assert undamaged == [wire.split(record(number))[0] for number in range(11, 21)]
     with pytest.raises(DamagedRecord, match=named):
         records.read(tmp_path, 1)
 
 
-def test_digest_is_of_the_latest_example_too(tmp_path):
-    async def ask(service):
+async def test_digest_is_of_the_latest_example_too(tmp_path):
+    await in_service(tmp_path, fill)
+    flip_token(tmp_path, 20)
+    async with open_service(tmp_path) as service:
         with pytest.raises(DamagedRecord, match="group 20"):
             await service.store.read(database.read_record, 20)
 
-    in_service(tmp_path, fill)
-    flip_token(tmp_path, 20)
-    in_service(tmp_path, ask)
 
-
-def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
-    async def look(service):
-        assert len(await service.store.read(database.read_batch, 1)) == 10
-        await ingest.post(service, parse_packed(record(21)), None, None)
-
-    in_service(tmp_path, fill)
+async def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
+    await in_service(tmp_path, fill)
     change(
         tmp_path,
         "ALTER TABLE records RENAME TO others",
@@ -116,7 +114,9 @@ def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
         "UPDATE run SET value = 1 WHERE key = 'format'",
     )
     before = records.read(tmp_path, 1)  # by a connection that changes nothing
-    in_service(tmp_path, look)
+    async with open_service(tmp_path) as service:
+        assert len(await service.store.read(database.read_batch, 1)) == 10
+        await ingest.post(service, parse_packed(record(21)), None, None)
     assert [group.pack() for group in records.read(tmp_path, 1)] == [group.pack() for group in before]
     flip_token(tmp_path, 21)
     with contextlib.closing(database.connect_to_read(tmp_path / DATABASE)) as connection:
@@ -153,29 +153,29 @@ BROKEN_DATABASES = {
 
 
 @pytest.mark.parametrize("damage", BROKEN_DATABASES.values(), ids=BROKEN_DATABASES)
-def test_damage_is_named_at_the_start(tmp_path, damage):
-    in_service(tmp_path, fill)
+async def test_damage_is_named_at_the_start(tmp_path, damage):
+    await in_service(tmp_path, fill)
     damage(tmp_path / DATABASE)
     with pytest.raises(TrajectoryStoreError) as refused:
-        in_service(tmp_path, fill)
+        await in_service(tmp_path, fill)
     message = str(refused.value)
     assert message.startswith(f"{tmp_path / DATABASE} is damaged: ") and "\n" not in message
     assert "restore it from a copy, or move its folder away" in message and "make room" not in message
 
 
-def test_damage_of_a_lost_database_is_named(tmp_path):
+async def test_damage_of_a_lost_database_is_named(tmp_path):
     """Its log is there."""
-    in_service(tmp_path, fill)
+    await in_service(tmp_path, fill)
     (tmp_path / DATABASE).rename(tmp_path / f"{DATABASE}-wal")
     with pytest.raises(TrajectoryStoreError, match="has lost its content"):
         Store(tmp_path)
 
 
-def test_a_start_that_was_killed_is_no_damage(tmp_path):
+async def test_a_start_that_was_killed_is_no_damage(tmp_path):
     """The database gets its name when it is complete."""
     (tmp_path / "partial.db").write_bytes(b"")
     (tmp_path / "lock").touch()
-    in_service(tmp_path, fill)
+    await in_service(tmp_path, fill)
     assert not (tmp_path / "partial.db").exists()
 
 
@@ -187,38 +187,33 @@ async def ends(service, match, error=TrajectoryStoreError):
         await asyncio.wait_for(service.run(), 10)
 
 
-def test_damage_of_a_page_that_is_read_ends_the_server(tmp_path):
-    async def test(service):
+async def test_damage_of_a_page_that_is_read_ends_the_server(tmp_path):
+    await in_service(tmp_path, fill)
+    async with open_service(tmp_path) as service:
         overwrite(16_384, b"\xff" * 20 * 16_384)(tmp_path / DATABASE)
         with pytest.raises(TrajectoryStoreError, match="is damaged"):
             await service.store.read(database.list_batches)
         await ends(service, rf"^{tmp_path / DATABASE} is damaged: .*malformed \(SQLITE_CORRUPT.*move its folder")
 
-    in_service(tmp_path, fill)
-    in_service(tmp_path, test)
+
+async def test_damage_of_a_page_that_is_written_ends_the_server(service, tmp_path):
+    await fill(service, 30)
+    service.store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    service.store.connection.execute("PRAGMA shrink_memory")
+    overwrite(16_384, b"\xff" * 20 * 16_384)(tmp_path / DATABASE)
+    with pytest.raises(TrajectoryStoreError, match="is damaged"):
+        await ingest.post(service, parse_packed(record(31)), None, "key")
+    with pytest.raises(TrajectoryStoreError):
+        await service.store.write(database.write_run, other=1)
+    with pytest.raises(TrajectoryStoreError):
+        await service.store.archive()
+    await ends(service, "is damaged: .*malformed")
 
 
-def test_damage_of_a_page_that_is_written_ends_the_server(tmp_path):
-    async def test(service):
-        await fill(service, 30)
-        service.store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        service.store.connection.execute("PRAGMA shrink_memory")
-        overwrite(16_384, b"\xff" * 20 * 16_384)(tmp_path / DATABASE)
-        with pytest.raises(TrajectoryStoreError, match="is damaged"):
-            await ingest.post(service, parse_packed(record(31)), None, "key")
-        with pytest.raises(TrajectoryStoreError):
-            await service.store.write(database.write_run, other=1)
-        with pytest.raises(TrajectoryStoreError):
-            await service.store.archive()
-        await ends(service, "is damaged: .*malformed")
-
-    in_service(tmp_path, test)
-
-
-def test_damage_after_the_start_ends_no_batch_as_whole(tmp_path):
+async def test_damage_after_the_start_ends_no_batch_as_whole(tmp_path):
     """A page turns corrupt between two slices: the connection breaks, and then the answer says why."""
-
-    async def test(service):
+    await in_service(tmp_path, fill)
+    async with open_service(tmp_path) as service:
         read = service.store.read
 
         async def reads(function, *arguments):
@@ -227,15 +222,10 @@ def test_damage_after_the_start_ends_no_batch_as_whole(tmp_path):
             return await read(function, *arguments)
 
         service.store.read = reads
-        async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
-            async with TrajectoryApiClient(str(server.make_url("")), retry_timeout=0) as client:
-                client.epoch = service.epoch
-                with pytest.raises(TrajectoryApiError, match="got no answer"):
-                    await client.batch(0, wait=0)
+        async with client_of(service, retry_timeout=0) as client:
+            with pytest.raises(TrajectoryApiError, match="got no answer"):
+                await client.batch(0, wait=0)
         await ends(service, "malformed")
-
-    in_service(tmp_path, fill)
-    in_service(tmp_path, test)
 
 
 def grow(connection):
@@ -254,53 +244,44 @@ def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_damage_an_io_error_is_not_a_full_disk(tmp_path):
-    async def test(service):
+async def test_damage_an_io_error_is_not_a_full_disk(tmp_path):
+    async with open_service(tmp_path) as service:
         with small_files():
             with pytest.raises(TrajectoryStoreError, match=r"disk I/O error \(SQLITE_IOERR.*\); check that disk"):
                 await service.store.write(grow)
             assert not service.store.trouble
             await ends(service, "disk I/O error")
-
-    in_service(tmp_path, test)
-    in_service(tmp_path, fill)
+    await in_service(tmp_path, fill)
 
 
-def test_damage_what_cannot_be_opened_is_not_a_full_disk(tmp_path):
-    async def test(service):
-        with pytest.raises(TrajectoryStoreError, match=r"unable to open .* \(SQLITE_CANTOPEN\); check that disk"):
-            await service.store.read(lambda connection: connection.execute("ATTACH '/nowhere/x.db' AS x"))
-        await ends(service, "unable to open")
-
-    in_service(tmp_path, test)
+async def test_damage_what_cannot_be_opened_is_not_a_full_disk(service):
+    with pytest.raises(TrajectoryStoreError, match=r"unable to open .* \(SQLITE_CANTOPEN\); check that disk"):
+        await service.store.read(lambda connection: connection.execute("ATTACH '/nowhere/x.db' AS x"))
+    await ends(service, "unable to open")
 
 
-def test_damage_a_defect_in_a_write_ends_the_server(tmp_path):
+async def test_damage_a_defect_in_a_write_ends_the_server(service):
     """Nothing is written after it, and the defect keeps its traceback."""
 
     def defect(connection):
         raise ZeroDivisionError("a defect")
 
-    async def test(service):
-        written = [
-            service.store.write(database.write_run, a=1),
-            service.store.write(defect),
-            service.store.write(database.write_run, b=1),
-        ]
-        assert len(await asyncio.gather(*written, return_exceptions=True)) == 3
-        with pytest.raises(ZeroDivisionError):
-            await service.store.write(database.write_run, c=1)
-        await ends(service, "a defect", ZeroDivisionError)
-        assert "c" not in await service.store.read(database.read_run)
-
-    in_service(tmp_path, test)
+    written = [
+        service.store.write(database.write_run, a=1),
+        service.store.write(defect),
+        service.store.write(database.write_run, b=1),
+    ]
+    assert len(await asyncio.gather(*written, return_exceptions=True)) == 3
+    with pytest.raises(ZeroDivisionError):
+        await service.store.write(database.write_run, c=1)
+    await ends(service, "a defect", ZeroDivisionError)
+    assert "c" not in await service.store.read(database.read_run)
 
 
-def test_damage_a_write_that_fails_is_not_half_done(tmp_path):
-    async def test(service):
+async def test_damage_a_write_that_fails_is_not_half_done(tmp_path):
+    await in_service(tmp_path, fill)
+    async with open_service(tmp_path) as service:
         with pytest.raises(TrajectoryStoreError, match="UNIQUE"):
             await service.store.write(database.append, [Entry(9, None, 4, 9, 21)] * 2, [b"1"] * 2, "k")
-
-    in_service(tmp_path, fill)
-    in_service(tmp_path, test)
-    in_service(tmp_path, lambda service: asyncio.sleep(0, result=None) if "k" not in service.posts else None)
+    async with open_service(tmp_path) as service:
+        assert "k" not in service.posts

@@ -18,22 +18,26 @@ async def append(store, *ids, padding=b"", **names):
     await store.write(database.append, [Entry(id, None, 2, 20, id) for id in ids], records, **names)
 
 
-def in_store(folder, test, durability="normal"):
-    """Run ``test(store, what it loaded)`` on an open store."""
+@contextlib.asynccontextmanager
+async def open_store(folder, durability="normal"):
+    """Yield a store and what it loaded."""
+    store = Store(folder, durability)
+    try:
+        async with asyncio.timeout(60):
+            yield store, store.load()
+    finally:
+        store.close()
 
-    async def run():
-        store = Store(folder, durability)
-        try:
-            return await test(store, store.load())
-        finally:
-            store.close()
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+@pytest.fixture
+async def store(tmp_path):
+    async with open_store(tmp_path) as (store, _):
+        yield store
 
 
 @pytest.mark.parametrize("durability", ["none", "normal", "full"])
-def test_what_was_written_is_loaded(tmp_path, durability):
-    async def fill(store, _):
+async def test_what_was_written_is_loaded(tmp_path, durability):
+    async with open_store(tmp_path, durability) as (store, _):
         await store.write(database.write_environment, 0, {"name": "one"})
         await store.write(database.begin_ticket, 7, 0, 4, 3)
         await store.write(database.begin_ticket, 8, 0, 4, 3)
@@ -43,8 +47,7 @@ def test_what_was_written_is_loaded(tmp_path, durability):
         await store.write(database.count, {"received": 2})
         await store.write(database.count, {"received": 1})
         await store.write(database.write_run, epoch=4)
-
-    async def check(store, loaded):
+    async with open_store(tmp_path, durability) as (store, loaded):
         assert [entry.id for entry in loaded.entries if not entry.is_open] == [1, 3] and loaded.last_id == 3
         assert loaded.run | {"epoch": 4, "last": 1} == loaded.run
         [ticket] = [entry for entry in loaded.entries if entry.is_open]
@@ -53,66 +56,51 @@ def test_what_was_written_is_loaded(tmp_path, durability):
         assert (loaded.counts, loaded.environments) == ({"received": 3}, {0: {"name": "one"}})
         assert await store.read(database.read_batch, 1) == [b"record 2"]
 
-    in_store(tmp_path, fill, durability)
-    in_store(tmp_path, check, durability)
+
+async def test_batches_keep_the_order_that_they_were_cut_in(store):
+    await append(store, 1, 2, 3, 4)
+    await store.write(database.cut, 1, [3, 1])
+    assert await store.read(database.read_batch, 1) == [b"record 3", b"record 1"]
+    assert await store.read(database.read_batch, 2) == []
 
 
-def test_batches_keep_the_order_that_they_were_cut_in(tmp_path):
-    async def test(store, _):
-        await append(store, 1, 2, 3, 4)
-        await store.write(database.cut, 1, [3, 1])
-        assert await store.read(database.read_batch, 1) == [b"record 3", b"record 1"]
-        assert await store.read(database.read_batch, 2) == []
-
-    in_store(tmp_path, test)
-
-
-def test_batches_that_are_queued_again_return_in_order(tmp_path):
-    async def test(store, _):
-        await append(store, 1, 2, 3, 4, 5)
-        for number, ids in enumerate(([2], [4, 1], [3]), start=1):
-            await store.write(database.cut, number, ids)
-        assert [entry.id for entry in await store.write(database.register, 1, last=1)] == [1, 3, 4]
-        assert [entry.id for entry in await store.read(database.queued)] == [1, 3, 4, 5]
-        assert (await store.read(database.read_run))["last"] == 1
-
-    in_store(tmp_path, test)
+async def test_batches_that_are_queued_again_return_in_order(store):
+    await append(store, 1, 2, 3, 4, 5)
+    for number, ids in enumerate(([2], [4, 1], [3]), start=1):
+        await store.write(database.cut, number, ids)
+    assert [entry.id for entry in await store.write(database.register, 1, last=1)] == [1, 3, 4]
+    assert [entry.id for entry in await store.read(database.queued)] == [1, 3, 4, 5]
+    assert (await store.read(database.read_run))["last"] == 1
 
 
-def test_deleted_batches_leave_the_others(tmp_path):
-    async def test(store, _):
-        await append(store, 1, 2, 3)
-        for number in (1, 2, 3):
-            await store.write(database.cut, number, [number])
-        assert await store.write(database.delete_batches, 2, 1)
-        while await store.write(database.delete_batches, 2):
-            pass
-        assert [batch["number"] for batch in await store.read(database.list_batches)] == [3]
-        assert await store.read(database.read_record, 1) is None
-
-    in_store(tmp_path, test)
+async def test_deleted_batches_leave_the_others(store):
+    await append(store, 1, 2, 3)
+    for number in (1, 2, 3):
+        await store.write(database.cut, number, [number])
+    assert await store.write(database.delete_batches, 2, 1)
+    while await store.write(database.delete_batches, 2):
+        pass
+    assert [batch["number"] for batch in await store.read(database.list_batches)] == [3]
+    assert await store.read(database.read_record, 1) is None
 
 
-def test_a_full_disk_holds_writes_until_there_is_room(tmp_path):
-    async def test(store, _):
-        await append(store, 1)
-        pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
-        store.connection.execute(f"PRAGMA max_page_count = {pages}")
-        held = [asyncio.ensure_future(append(store, id, padding=bytes(20_000))) for id in range(2, 200)]
-        while not store.trouble:
-            await asyncio.sleep(0.01)
-        assert "full" in store.trouble and str(tmp_path) in store.trouble
-        assert len(await store.read(database.queued)) == 1, "reading goes on"
-        store.connection.execute("PRAGMA max_page_count = 100000")
-        await asyncio.gather(*held)
-        assert not store.trouble
-        assert len(await store.read(database.queued)) == 199
-
-    in_store(tmp_path, test)
+async def test_a_full_disk_holds_writes_until_there_is_room(store, tmp_path):
+    await append(store, 1)
+    pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
+    store.connection.execute(f"PRAGMA max_page_count = {pages}")
+    held = [asyncio.ensure_future(append(store, id, padding=bytes(20_000))) for id in range(2, 200)]
+    while not store.trouble:
+        await asyncio.sleep(0.01)
+    assert "full" in store.trouble and str(tmp_path) in store.trouble
+    assert len(await store.read(database.queued)) == 1, "reading goes on"
+    store.connection.execute("PRAGMA max_page_count = 100000")
+    await asyncio.gather(*held)
+    assert not store.trouble
+    assert len(await store.read(database.queued)) == 199
 
 
-def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
-    async def test(store, _):
+async def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
+    async with open_store(tmp_path) as (store, _):
         await append(store, 1)
         await store.write(database.cut, 1, [1])
         assert await store.read(database.read_batch, 1)
@@ -122,14 +110,12 @@ def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
         assert len(await store.read(database.queued)) == 1
         await store.archive()
         await store.archive()  # there is nothing to keep
-
-    in_store(tmp_path, test)
     archived = [database.connect_to_read(path) for path in sorted((tmp_path / "archive").iterdir())]
     assert [database.read_batch(connection, 1) for connection in archived] == [[b"record 1"], []]
 
 
-def test_an_archive_that_fails_changes_nothing(tmp_path):
-    async def test(store, _):
+async def test_an_archive_that_fails_changes_nothing(tmp_path):
+    async with open_store(tmp_path) as (store, _):
         await append(store, 1)
         (tmp_path / "archive").write_text("no folder")
         with pytest.raises(FileExistsError):
@@ -145,8 +131,6 @@ def test_an_archive_that_fails_changes_nothing(tmp_path):
         assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
         await store.archive(epoch=3)
         assert await store.read(database.queued) == [] and (await store.read(database.read_run))["epoch"] == 3
-
-    in_store(tmp_path, test)
     archived = database.connect_to_read(tmp_path / "archive/0001.db")
     assert [entry.id for entry in database.queued(archived)] == [1, 2]
 
@@ -161,87 +145,69 @@ def connect_elsewhere(folder):
 
 
 @pytest.mark.parametrize("step", ["connect", "rename"])
-def test_an_archive_that_fails_midway_is_undone(tmp_path, monkeypatch, step):
+async def test_an_archive_that_fails_midway_is_undone(store, tmp_path, monkeypatch, step):
     """At the new database, after the old one was moved."""
+    await append(store, 1)
+    with monkeypatch.context() as broken:
+        opened, renamed = database.connect, Path.rename
 
-    async def test(store, _):
-        await append(store, 1)
-        with monkeypatch.context() as broken:
-            opened, renamed = database.connect, Path.rename
+        def connect(path, durability):
+            if path.name == "trajectories.db" and list((tmp_path / "archive").iterdir()):
+                opened(path, durability).close()
+                raise sqlite3.OperationalError("disk I/O error")
+            return opened(path, durability)
 
-            def connect(path, durability):
-                if path.name == "trajectories.db" and list((tmp_path / "archive").iterdir()):
-                    opened(path, durability).close()
-                    raise sqlite3.OperationalError("disk I/O error")
-                return opened(path, durability)
+        def rename(path, to):
+            if path.name == "fresh.db":
+                raise PermissionError("denied")
+            return renamed(path, to)
 
-            def rename(path, to):
-                if path.name == "fresh.db":
-                    raise PermissionError("denied")
-                return renamed(path, to)
-
-            broken.setattr(*((database, "connect", connect) if step == "connect" else (Path, "rename", rename)))
-            with pytest.raises((sqlite3.OperationalError, PermissionError)):
-                await store.archive(epoch=3)
-        await append(store, 2)
-        assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
-        assert not list((tmp_path / "archive").iterdir())
-
-    in_store(tmp_path, test)
+        broken.setattr(*((database, "connect", connect) if step == "connect" else (Path, "rename", rename)))
+        with pytest.raises((sqlite3.OperationalError, PermissionError)):
+            await store.archive(epoch=3)
+    await append(store, 2)
+    assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
+    assert not list((tmp_path / "archive").iterdir())
 
 
-def test_a_kill_amid_an_archive_leaves_the_new_store(tmp_path):
+async def test_a_kill_amid_an_archive_leaves_the_new_store(tmp_path):
     """At the worst moment: the old database has its new name, and the new one not yet."""
-
-    async def fill(store, _):
+    async with open_store(tmp_path) as (store, _):
         await append(store, 1)
         store._prepare({"epoch": 3})
-
-    in_store(tmp_path, fill)
     (tmp_path / "trajectories.db").rename(tmp_path / "archive/0001.db")
-
-    async def check(_, loaded):
+    async with open_store(tmp_path) as (_, loaded):
         assert loaded.run["epoch"] == 3 and not loaded.entries
 
-    in_store(tmp_path, check)
+
+async def test_the_size_is_told_while_the_store_is_moved(store, tmp_path, monkeypatch):
+    assert store.size() > 0
+    store.path = tmp_path / "moved" / "trajectories.db"
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was when it was looked for
+    assert store.size() == 0
+    monkeypatch.undo()
+    store.path = tmp_path / "trajectories.db"
 
 
-def test_the_size_is_told_while_the_store_is_moved(tmp_path, monkeypatch):
-    async def test(store, _):
-        assert store.size() > 0
-        store.path = tmp_path / "moved" / "trajectories.db"
-        monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was when it was looked for
-        assert store.size() == 0
-        monkeypatch.undo()
-        store.path = tmp_path / "trajectories.db"
-
-    in_store(tmp_path, test)
-
-
-def test_a_folder_is_used_by_one_server(tmp_path):
-    async def test(store, _):
+async def test_a_folder_is_used_by_one_server(tmp_path):
+    async with open_store(tmp_path) as (store, _):
         with pytest.raises(TrajectoryStoreError, match="another server"):
             Store(tmp_path)
+    async with open_store(tmp_path) as (store, _):
+        await append(store, 1)
 
-    in_store(tmp_path, test)
-    in_store(tmp_path, lambda store, _: append(store, 1))
 
-
-def test_folders_that_cannot_be_used_are_named(tmp_path):
+async def test_folders_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="data-dir"):
         Store(tmp_path / "file" / "x")
     with pytest.raises(ConfigurationError, match="durability=fast"):
         Store(tmp_path, "fast")
-
     (tmp_path / "text").mkdir()
     (tmp_path / "text/trajectories.db").write_text("x" * 10_000)
     with pytest.raises(TrajectoryStoreError, match="not a database"):
         Store(tmp_path / "text")
-
-    async def other_format(store, _):
+    async with open_store(tmp_path / "other") as (store, _):
         await store.write(database.write_run, format=99)
-
-    in_store(tmp_path / "other", other_format)
     with pytest.raises(TrajectoryStoreError, match="format 99"):
         Store(tmp_path / "other")
