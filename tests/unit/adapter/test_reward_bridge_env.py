@@ -40,12 +40,12 @@ def composed(bridge=None, settings=None):
     return type("Composed", (adapt(AnswerEnv, bridge, settings),), {"_restore": lambda self, group: None})
 
 
-def make(folder, environment=AnswerEnv, **options):
+async def make(folder, environment=AnswerEnv, **options):
     """An environment that writes what it would send into ``sent.jsonl`` of its working folder."""
     config = AnswerEnvConfig(tokenizer_name=folder, group_size=4, use_wandb=False, wandb_name="answers", **options)
     servers = [server.model_copy(update={"model_name": folder}) for server in AnswerEnv.config_init()[1]]
     env = environment(config, servers)
-    asyncio.run(env.setup())
+    await env.setup()
     return env
 
 
@@ -59,27 +59,31 @@ def written(env):
     return [orjson.loads(line) for line in lines]
 
 
-def send(env, *items):
+async def send(env, *items):
     """(item, group) of those that would be sent; each item goes all the way from its answers to the API's door."""
-
-    async def through(item):
+    found = []
+    for item in items:
         group, _ = await env.collect_trajectories(item)
         if group is not None:
             await env.handle_send_to_api(group, item, do_send_to_api=False)
-        return [(item, group) for group in written(env)]
+        found += [(item, group) for group in written(env)]
+    return found
 
-    return [pair for item in items for pair in asyncio.run(through(item))]
+
+async def posted(env, group):
+    """What would be sent of a group, or of the groups of a list."""
+    await env.handle_send_to_api(group, do_send_to_api=False)
+    return written(env)
 
 
-def shaped_env(folder, tmp_path, block=BLOCK, settings=None, **options):
+async def shaped_env(folder, tmp_path, block=BLOCK, settings=None, **options):
     options = {"data_path_to_save_groups": str(tmp_path / "sent.jsonl")} | options
-    return make(folder, composed(parse_bridge(block), settings), **options)
+    return await make(folder, composed(parse_bridge(block), settings), **options)
 
 
-def test_reward_bridge_sends_shaped_scores_beside_raw_ones(folder, tmp_path):
-    """Shaped scores are sent and the raw ones stay beside them."""
-    env = shaped_env(folder, tmp_path)
-    [(_, group)] = send(env, ITEMS[0])
+async def test_reward_bridge_sends_shaped_scores_beside_raw_ones(folder, tmp_path):
+    env = await shaped_env(folder, tmp_path)
+    [(_, group)] = await send(env, ITEMS[0])
     assert group["scores"] == [1.5, 0.4, 0.0, 0.0]
     assert group["group_overrides"]["raw_scores"] == [1.0, 0.0, 0.0, 0.0]
     metrics = env.report.metrics()
@@ -88,46 +92,43 @@ def test_reward_bridge_sends_shaped_scores_beside_raw_ones(folder, tmp_path):
     assert metrics["env/shaping/weight"] == 1 and "env/shaping/rank_inversions" not in metrics
 
 
-def test_reward_bridge_recovers_dropped_groups_of_equal_scores(folder, tmp_path):
-    """A group of equal raw scores that the environment dropped is sent if the shaped ones differ."""
-    env = shaped_env(folder, tmp_path)
-    assert [(item, group["scores"]) for item, group in send(env, *ITEMS)] == [
+async def test_reward_bridge_recovers_dropped_groups_of_equal_scores(folder, tmp_path):
+    env = await shaped_env(folder, tmp_path)
+    assert [(item, group["scores"]) for item, group in await send(env, *ITEMS)] == [
         (ITEMS[0], [1.5, 0.4, 0.0, 0.0]),
         (ITEMS[1], [0.4, 0.0, 0.0, 0.0]),
     ]
     assert env.report.counts["shaping/recovered"] == env.report.counts["shaping/equal_raw"] == 2
 
-    env = shaped_env(folder, tmp_path, BLOCK | {"send_equal_raw": False})
-    assert [item for item, _ in send(env, *ITEMS)] == [ITEMS[0]]
+    env = await shaped_env(folder, tmp_path, BLOCK | {"send_equal_raw": False})
+    assert [item for item, _ in await send(env, *ITEMS)] == [ITEMS[0]]
 
 
-def test_reward_bridge_without_equal_raw_refuses_and_counts(folder, tmp_path):
-    """Without equal raw groups those that an environment does not drop itself are refused and counted."""
-    env = shaped_env(folder, tmp_path, BLOCK | {"send_equal_raw": False})
+async def test_reward_bridge_without_equal_raw_refuses_and_counts(folder, tmp_path):
+    env = await shaped_env(folder, tmp_path, BLOCK | {"send_equal_raw": False})
     group = {"tokens": [[5, 6]] * 4, "masks": [[-100, 6]] * 4, "scores": [1] * 4}
-    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
+    await posted(env, group)
     assert env.report.counts["not_sent/equal_scores"] == 1
     env.config.ensure_scores_are_not_same = False
-    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
+    await posted(env, group)
     assert env.report.counts["not_sent/equal_scores"] == 1, "an environment that wants them sent has its way"
 
 
 @pytest.mark.parametrize("raw", [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]], ids=["equal", "different"])
-def test_outcome_gate_holds_under_shaped_scores(folder, tmp_path, raw):
+async def test_outcome_gate_holds_under_shaped_scores(folder, tmp_path, raw):
     """Equal outcomes give no gradient, whatever the shaping: by the bridge's key, and by the gate of credit."""
     group = random_group(np.random.default_rng(0), V, turns=2) | {"scores": raw}
     block = {"length_bounty": {"target": 0, "slope": 0.01, "cap": 0.4}}
     gated = AdapterSettings(credit=json.dumps({"outcome_gate": True}))
     for own, settings in ((block | {"send_equal_raw": False}, None), (block, gated), (block, None)):
-        env = shaped_env(folder, tmp_path, own, settings=settings, ensure_scores_are_not_same=False)
-        asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
-        [sent] = written(env)
+        env = await shaped_env(folder, tmp_path, own, settings=settings, ensure_scores_are_not_same=False)
+        [sent] = await posted(env, group)
         gates = own is not block or settings is not None
         assert any(map(any, in_the_loss([sent], V).advantages)) is (raw[0] != raw[-1] or not gates)
         assert sent["group_overrides"]["raw_scores"] == raw
 
 
-def test_soft_overlong_reaches_the_advantages(folder, tmp_path):
+async def test_soft_overlong_reaches_the_advantages(folder, tmp_path):
     """Of four trajectories, the first in two rows: 6, 5, 4 and 9 tokens, where 4 are free and 8 the most."""
     lengths, numbers = [2, 5, 4, 4, 9], [0, 1, 0, 2, 3]
     tokens = [[5, *range(6, 6 + length)] for length in lengths]
@@ -139,9 +140,8 @@ def test_soft_overlong_reaches_the_advantages(folder, tmp_path):
         "group_overrides": {"trajectory": numbers},
     }
     block = {"soft_overlong": {"max_length": 8, "cache": 4}, "right_margin": 2.0}
-    env = shaped_env(folder, tmp_path, block)
-    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
-    [sent] = written(env)
+    env = await shaped_env(folder, tmp_path, block)
+    [sent] = await posted(env, group)
     shaped = [0.5, 0.75, -1.0, 0.0]  # of the trajectories: 1 - 2/4, 1 - 1/4, -1 - 0, 1 - 1
     assert sent["scores"] == [shaped[number] for number in numbers]
     wanted = (np.array(shaped) - np.mean(shaped)) / (np.std(shaped, ddof=1) + 1e-6)
@@ -150,23 +150,22 @@ def test_soft_overlong_reaches_the_advantages(folder, tmp_path):
         assert row[0] == 0.0 and row[1:] == pytest.approx([wanted[number]] * (len(row) - 1), abs=1e-4)
 
 
-def test_reward_bridge_leaves_other_environments_alone(folder, tmp_path):
-    """An environment without the bridge beside one with it still drops its groups."""
-    shaped_env(folder, tmp_path)
-    plain = make(folder, composed(), data_path_to_save_groups=str(tmp_path / "plain.jsonl"))
-    sent = send(plain, *ITEMS)
+async def test_reward_bridge_leaves_other_environments_alone(folder, tmp_path):
+    await shaped_env(folder, tmp_path)
+    plain = await make(folder, composed(), data_path_to_save_groups=str(tmp_path / "plain.jsonl"))
+    sent = await send(plain, *ITEMS)
     assert [group["scores"] for _, group in sent] == [[1.0, 0.0, 0.0, 0.0]]
     assert "raw_scores" not in (sent[0][1].get("group_overrides") or {})
 
 
-def test_reward_bridge_judges_all_turns_of_the_policy(folder, tmp_path):
+async def test_reward_bridge_judges_all_turns_of_the_policy(folder, tmp_path):
     """The environment's turn has the marker; the policy's second one has half of it at its end."""
     block = {
         "format_markers": [{"pattern": "abc", "weight": 0.25, "count": "each"}],
         "length_bounty": {"target": 0, "slope": 0.01, "cap": 0.2},
         "clip": [0, 0.75],
     }
-    env = shaped_env(folder, tmp_path, block)
+    env = await shaped_env(folder, tmp_path, block)
     encode, end = env.tokenizer.encode, env.tokenizer.eos_token_id
     turns = [("abc?", False), ("abc", True), ("abc", False), ("ab", True), ("abc", False), ("c", True)]
     tokens, masks = [], []
@@ -181,103 +180,98 @@ def test_reward_bridge_judges_all_turns_of_the_policy(folder, tmp_path):
         "scores": [0.0] * 4,
         "group_overrides": None,
     }
-    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
-    [sent] = written(env)
+    [sent] = await posted(env, group)
     assert sent["scores"] == pytest.approx([0.25 + 0.09, 0.25 + 0.04, 0.04, 0.01])
 
 
-def test_reward_bridge_follows_the_trainers_step(folder, tmp_path):
-    """The shaping follows the trainers step until only raw scores are left."""
-    env = shaped_env(folder, tmp_path, BLOCK | {"fade": {"from_step": 10, "to_step": 20}})
+async def test_reward_bridge_follows_the_trainers_step(folder, tmp_path):
+    env = await shaped_env(folder, tmp_path, BLOCK | {"fade": {"from_step": 10, "to_step": 20}})
     expected = {10: [1.5, 0.4, 0, 0], 15: [1.25, 0.2, 0, 0], 20: [1.0, 0.0, 0.0, 0.0]}
     for env.curr_step, scores in expected.items():
-        sent = send(env, *ITEMS)
+        sent = await send(env, *ITEMS)
         assert sent[0][1]["scores"] == pytest.approx(scores)
         assert len(sent) == (2 if env.curr_step < 20 else 1), "faded, equal raw scores are equal"
     assert sent[0][1]["scores"] == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_reward_bridge_counts_rank_inversions(folder, tmp_path):
-    """Groups in which shaping put a lower score level with a higher are counted."""
-    env = shaped_env(folder, tmp_path)
+async def test_reward_bridge_counts_rank_inversions(folder, tmp_path):
+    env = await shaped_env(folder, tmp_path)
     group = env.score(ITEMS[0])
     group["scores"] = [0.0, 0.0, 0.3, 0.0]  # an environment with steps between right and wrong
-    asyncio.run(env.handle_send_to_api(group, do_send_to_api=False))
+    await posted(env, group)
     assert env.report.counts["shaping/rank_inversions"] == 1
 
 
-def test_reward_bridge_refuses_advantages_of_the_environment(folder, tmp_path):
-    """Advantages of the environments own end it with a message."""
-    env = shaped_env(folder, tmp_path, own_advantages=True)
+async def test_reward_bridge_refuses_advantages_of_the_environment(folder, tmp_path):
+    env = await shaped_env(folder, tmp_path, own_advantages=True)
     message = "environment answers sends advantages of its own.*reward_bridge has no effect there; leave it out"
     with pytest.raises(RewardBridgeError, match=message):
-        send(env, ITEMS[0])
+        await send(env, ITEMS[0])
 
     async def work():  # BaseEnv logs the first and goes on
         await asyncio.sleep(60)
 
     env.setup = work
     with pytest.raises(EnvironmentFailure, match=message):
-        asyncio.run(env.env_manager())
+        await env.env_manager()
 
 
 @pytest.mark.parametrize("score", [math.nan, math.inf, None])
-def test_a_score_that_is_no_number_is_not_shaped_into_one(folder, tmp_path, score):
-    env = shaped_env(folder, tmp_path)
+async def test_a_score_that_is_no_number_is_not_shaped_into_one(folder, tmp_path, score):
+    env = await shaped_env(folder, tmp_path)
     group = env.score(ITEMS[0])
     group["scores"][1] = score
-    asyncio.run(env.handle_send_to_api([group, None, env.score(ITEMS[0])], do_send_to_api=False))
-    assert len(written(env)) == 1, "the other group of the item"
+    assert len(await posted(env, [group, None, env.score(ITEMS[0])])) == 1, "the other group of the item"
     assert env.report.counts["not_sent/nonfinite_scores"] == 1
 
 
-def test_reward_bridge_limits_the_time_of_a_pattern(folder, tmp_path, monkeypatch):
+async def test_reward_bridge_limits_the_time_of_a_pattern(folder, tmp_path, monkeypatch):
     """A regular expression that would never end costs its group and is counted."""
     monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
-    env = shaped_env(folder, tmp_path, {"answer_present": {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}})
+    env = await shaped_env(
+        folder, tmp_path, {"answer_present": {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}}
+    )
     began = time.monotonic()
-    assert send(env, [RIGHT, "a" * 200 + "c", BARE, BARE]) == []
+    assert await send(env, [RIGHT, "a" * 200 + "c", BARE, BARE]) == []
     assert env.report.counts["not_sent/marker_timeout"] == 1 and time.monotonic() - began < 5
-    assert len(send(env, [RIGHT, "aaa", BARE, BARE])) == 1
+    assert len(await send(env, [RIGHT, "aaa", BARE, BARE])) == 1
 
 
-def test_a_literal_that_the_judged_text_cannot_hold_is_refused(folder, tmp_path):
+async def test_a_literal_that_the_judged_text_cannot_hold_is_refused(folder, tmp_path):
     with pytest.raises(RewardBridgeError, match=r"pattern '<\|im_end\|>' can never match"):
-        shaped_env(folder, tmp_path, {"format_markers": [{"pattern": "<|im_end|>", "weight": 0.1}]})
+        await shaped_env(folder, tmp_path, {"format_markers": [{"pattern": "<|im_end|>", "weight": 0.1}]})
 
 
-def test_evaluation_is_the_same_with_and_without_the_bridge(folder, tmp_path):
+async def test_evaluation_is_the_same_with_and_without_the_bridge(folder, tmp_path):
     results = []
     for name in ("plain", "shaped"):
         environment = adapt(AnswerEnv, parse_bridge(BLOCK) if name == "shaped" else None)
-        env = make(folder, environment, data_dir_to_save_evals=str(tmp_path / name))
-        asyncio.run(env.evaluate())
+        env = await make(folder, environment, data_dir_to_save_evals=str(tmp_path / name))
+        await env.evaluate()
         metrics = orjson.loads((tmp_path / name / "metrics.json").read_bytes())["results"]["all"]
         results.append((metrics, (tmp_path / name / "samples.jsonl").read_bytes()))
         assert not env.report.metrics()
     assert results[0] == results[1] and results[0][0] == {"eval/accuracy": 0.25}
 
 
-def test_trajectories_of_several_rows_are_sent_whole(folder, tmp_path):
+async def test_trajectories_of_several_rows_are_sent_whole(folder, tmp_path):
     """A group of four trajectories has the size that the environment is configured for, with five rows too."""
-    env = make(folder, composed(), data_path_to_save_groups=str(tmp_path / "sent.jsonl"))
+    env = await make(folder, composed(), data_path_to_save_groups=str(tmp_path / "sent.jsonl"))
     group = {"tokens": [[5, 6]] * 5, "masks": [[-100, 6]] * 5, "scores": [1, 0, 0, 1, 0]}
+    sent = []
     for numbers in ([0, 1, 2, 0, 3], [0, 1, 1, 0, 2]):  # the second has three
-        overrides = {"trajectory": numbers}
-        asyncio.run(env.handle_send_to_api(group | {"group_overrides": overrides}, do_send_to_api=False))
-    [sent] = written(env)
+        sent += await posted(env, group | {"group_overrides": {"trajectory": numbers}})
+    [sent] = sent
     assert sent["group_overrides"]["trajectory"] == [0, 1, 2, 0, 3] and len(sent["tokens"]) == 5
     assert env.report.counts["not_sent/wrong_size"] == 1
     assert env.report.metrics()["env/score"] == pytest.approx(2 / 7), "of four and three trajectories"
 
 
-def test_reward_bridge_judges_all_rows_of_a_trajectory(folder, tmp_path):
+async def test_reward_bridge_judges_all_rows_of_a_trajectory(folder, tmp_path):
     """Two rows of one trajectory get one score: its length is 4 tokens, the others' is 1."""
-    env = shaped_env(folder, tmp_path, {"length_bounty": {"target": 0, "slope": 0.01, "cap": 0.2}})
+    env = await shaped_env(folder, tmp_path, {"length_bounty": {"target": 0, "slope": 0.01, "cap": 0.2}})
     tokens = [[5, 6, 7], [5, 8], [5, 6, 7], [5, 9], [5, 9]]
     group = {"tokens": tokens, "masks": [[-100, *ids[1:]] for ids in tokens], "scores": [1, 0, 1, 0, 0]}
-    overrides = {"trajectory": [4, 1, 4, 2, 3]}
-    asyncio.run(env.handle_send_to_api(group | {"group_overrides": overrides}, do_send_to_api=False))
-    [sent] = written(env)
+    [sent] = await posted(env, group | {"group_overrides": {"trajectory": [4, 1, 4, 2, 3]}})
     assert sent["scores"] == pytest.approx([1.04, 0.01, 1.04, 0.01, 0.01])
     assert sent["group_overrides"]["raw_scores"] == [1, 0, 1, 0, 0]
