@@ -14,6 +14,13 @@ T = 100.0  # when the fault begins, at about step 33
 SEEDS = (0, 1, 2)
 
 
+def played(fault, limits=LIMITS, **options):
+    """What is raised in a run with this fault."""
+    demo = Demo(0)
+    fault(demo)
+    return play(demo, limits, **options)
+
+
 def late(demo):
     return [line for line in demo.steps if line["time"] > T]
 
@@ -363,9 +370,7 @@ def test_watchdog_dates_a_silent_server_by_its_last_answer():
 
 def test_watchdog_says_whether_groups_became_equal_at_once():
     for fault, says in ((equal_scores, "items gave a group"), (equal_groups_are_sent, "0% in the step before")):
-        demo = Demo(0)
-        fault(demo)
-        assert says in play(demo)[0]["seen"]
+        assert says in played(fault)[0]["seen"]
     before, _, after = ALARMS["equal_scores"].advice.partition("broken policy")
     assert not before.count("scorer") and "broken scorer" in after.partition("easier problems")[0]
 
@@ -377,9 +382,7 @@ def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
         (logprob_difference_without_fresh_samples, "above 0.25; no sample was fresh"),
         (logprob_difference_of_fresh_samples, "0.3 nats in the mean over fresh samples"),
     ):
-        demo = Demo(0)
-        fault(demo)
-        assert says in play(demo)[0]["seen"]
+        assert says in played(fault)[0]["seen"]
     demo = Demo(0)
     off_policy_samples(demo)
     logprob_difference_of_fresh_samples(demo)
@@ -389,15 +392,11 @@ def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
 @pytest.mark.parametrize("few", [{"sessions__with_calls": 1}, {"sessions__with_calls": 0, "sessions__with_tools": 0}])
 def test_watchdog_lets_an_agent_call_no_tool_at_times(few):
     """Or never, where its requests have none."""
-    demo = Demo(0)
-    agent("", sessions__ended=128, groups_sent=16, **few)(demo)
-    assert play(demo) == []
+    assert played(agent("", sessions__ended=128, groups_sent=16, **few)) == []
 
 
 def test_watchdog_says_why_no_session_of_a_group_has_a_reward():
-    demo = Demo(0)
-    agent("", sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16)(demo)
-    [raised] = play(demo)
+    [raised] = played(agent("", sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16))
     assert raised["alarm"] == "groups_refused" and "failed/exit_status (" in raised["seen"]
 
 
@@ -406,9 +405,7 @@ def test_watchdog_says_how_a_policy_broke():
         (policy_broken, "samples differ from the policy by 0.82 nats; no group for "),
         (policy_broken_and_trained_on, "actor/entropy=4, 0.063 in the first step; all "),
     ):
-        demo = Demo(0)
-        fault(demo)
-        assert play(demo)[0]["seen"].startswith(says)
+        assert played(fault)[0]["seen"].startswith(says)
 
 
 @pytest.mark.parametrize("reason", ["solved", "earlier", "servers"])
@@ -516,9 +513,7 @@ def test_watchdog_sees_an_environment_hang_between_rests():
 def test_watchdog_with_a_teacher_expects_equal_scores():
     """Its logprobs train groups of equal scores as well."""
     for fault in (equal_scores, equal_groups_are_sent):
-        demo = Demo(0)
-        fault(demo)
-        assert play(demo, replace(LIMITS, distills=True)) == []
+        assert played(fault, replace(LIMITS, distills=True)) == []
 
 
 def test_watchdog_takes_old_samples_for_stale_without_a_bound():
