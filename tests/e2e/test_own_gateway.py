@@ -26,7 +26,6 @@ def started():
 
 @pytest.mark.parametrize("key", ["the-key", None])
 def test_own_gateway_ends_with_the_trainer(tmp_path, capsys, monkeypatch, key):
-    """Own gateway stands before the servers and ends with the trainer."""
     monkeypatch.setenv("ATROPOS_API_KEY", "of-somebody-else")
     config = config_of(tmp_path, f"inference.api_key={key or 'null'}")
     with gateway_before(config):
@@ -42,7 +41,6 @@ def test_own_gateway_ends_with_the_trainer(tmp_path, capsys, monkeypatch, key):
 
 
 def test_own_gateway_leaves_ports_of_other_services(tmp_path):
-    """Own gateway leaves the ports of services that may still be starting."""
     default = f"http://127.0.0.1:{GATEWAY_PORT}"
     for keys in (f"inference.urls=[{default}]", f"trainer.atropos.api_url={default}"):
         config = config_of(tmp_path, keys)
@@ -62,7 +60,6 @@ def test_own_gateway_leaves_ports_of_other_services(tmp_path):
     "overrides", [["inference.gateway=http://127.0.0.1:3"], ["trainer.atropos.replay=batches"], ["inference.urls=[]"]]
 )
 def test_own_gateway_is_not_started_where_one_is_named(tmp_path, overrides):
-    """Own gateway is not started where one is named or none needed."""
     config = config_of(tmp_path, *overrides)
     before = config.inference.gateway
     with gateway_before(config):

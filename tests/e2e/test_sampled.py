@@ -81,7 +81,6 @@ class ManagedTextTurns(ManagedTurns):
 
 @pytest.mark.parametrize("script", [ManagedTurns, ManagedTextTurns])
 def test_managed_server_turns_are_the_sampled_tokens(script, model_path, url, replies):
-    """Turns on a managed server are the sampled tokens each ended once."""
     env = make(script, model_path, url)
     group = round_of(env)
     assert_as_sampled(group, model_path, replies)
@@ -217,7 +216,6 @@ def test_openai_route_answers_as_before_and_is_counted(model_path, url):
 
 @pytest.mark.parametrize("route", ["exact", "plain"])
 def test_aborted_samples_are_asked_for_again(route, model_path, url):
-    """Aborted samples are asked for again until they are whole."""
     env = make(Scripted, model_path, url)
     asked = {"n": 4, "max_tokens": 400, "extra_body": {"ignore_eos": True}, "logprobs": route == "plain"}
 

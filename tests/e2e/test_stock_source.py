@@ -51,7 +51,6 @@ def test_data_source_gives_the_oldest_batch_first(api):
 
 
 def test_data_source_cuts_a_queue_that_waited_in_order(api):
-    """All batches of a queue that waited are cut at once."""
     post(f"{api.url}/register", to_builtins(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
     for number in range(1, 13):
         post(f"{api.url}/scored_data", group(number))

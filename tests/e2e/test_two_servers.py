@@ -110,7 +110,6 @@ def test_push_reaches_both_servers_or_those_that_answer(trainer, urls, second_se
 
 
 def test_push_is_repeated_without_a_server_that_hangs(trainer, urls, second_server):
-    """A server that hangs in a push is left out of its repetition."""
     (first, second), (service, _) = urls, second_server
     manager = trainer.checkpoint_manager
     manager.update_weights(1)

@@ -13,7 +13,6 @@ FRONT, BEHIND = (AdaptedEnv, CommandLine, Lifecycle), (PostingEnv,)
 
 
 def test_adapted_env_overrides_each_method_once_on_a_side():
-    """Adapted env overrides each method of base env once on either side."""
     names = {name for name, _ in inspect.getmembers(BaseEnv, callable) if not name.startswith("__")}
     for side in (FRONT, BEHIND):
         overridden = [name for cls in side for name in vars(cls) if name in names]

@@ -14,7 +14,6 @@ from recipe.atropos.adapter.token_keys import key_of, keys_of
 
 
 def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer):
-    """The prompt of a later turn has the tokens of the earlier ones."""
     prompt = chat(tokenizer, "go")
     one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
     second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
@@ -27,7 +26,6 @@ def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer):
 
 
 def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
-    """A longer reply is not taken for a shorter one that it begins with."""
     prompt = ids_of(tokenizer, "Q:")
     sampled(cache, prompt, "a")
     longer = sampled(cache, prompt, "a", "ba", "b")
@@ -56,7 +54,6 @@ def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
 
 
 def test_cache_finds_one_reply_for_prompt_and_posted_sequence(cache, tokenizer):
-    """Of two replies with one text prompts and posted sequences have the same."""
     prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "a", "bc", END)
     sampled(cache, prompt, "a", "b", "c", END)
@@ -97,7 +94,6 @@ def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
 
 
 def test_cache_prefers_replies_of_the_same_item(cache, tokenizer):
-    """Of replies to the same prompt those of the same item are taken."""
     prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "ab", END, first=-0.1)
     ITEM.set(Item())
@@ -178,7 +174,6 @@ def test_promises_reply_with_other_white_space_is_found(cache, tokenizer):
 
 
 def test_restore_trains_a_begun_answer_from_its_sampled_part(cache, tokenizer):
-    """An answer that the environment began is trained on from where it was sampled."""
     started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
     sampled(cache, started, "a", "b", END)
     posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
@@ -203,7 +198,6 @@ def test_cache_finds_a_reply_beside_text_in_another_context(first, last, cache, 
 
 @pytest.mark.parametrize("before", ["", "another prompt "])
 def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer):
-    """A reply to another prompt gets its own back and is counted."""
     prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = ids_of(tokenizer, before, "abc")
@@ -381,7 +375,6 @@ class Pieces:
 
 
 def test_restore_counts_unsampled_text_within_a_turn(cache):
-    """Not sampled text within a turn counts as what is beside it."""
     reply = cache.add(np.array([1], np.int32), [5], [-0.5])
     for first, last, expected in ((5, I, 1), (5, 6, 2), (I, I, 0)):
         _, counts = restored(Pieces(reply), [1, 5, 6], [I, first, last])

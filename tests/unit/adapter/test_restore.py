@@ -25,7 +25,6 @@ def test_reports_have_the_name_of_the_environment(wandb_name, name, drifting_mod
 
 
 def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
-    """What nobody sampled is not trained on and a group of it is refused."""
     env = make(Scripted, drifting_model)
     prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
     reply = sampled(env._calls.caches["train"], prompt, "a", "b", END)
@@ -119,7 +118,6 @@ class Single(Scripted):
 
 
 def test_collect_each_keeps_fields_and_asks_for_none_again(drifting_model):
-    """Single trajectories keep their fields and one that is none is asked for again."""
     env = make(Single, drifting_model)
     group, backlog = asyncio.run(env.collect_trajectories("item"))
     assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]

@@ -34,7 +34,6 @@ def spans(*versions):
     ids=["one", "spans", "old_server", "never_pushed", "empty", "silent"],
 )
 def test_weight_versions_are_read_by_token(meta_info, expected):
-    """Versions are read from a reply by token where the server says so."""
     assert versions_of(meta_info) == expected
 
 
@@ -75,7 +74,6 @@ def stamp(group, cache, env_name=None):
 
 
 def test_weight_versions_of_a_sequence_are_oldest_and_newest(cache):
-    """A sequence has the oldest and newest version of its turns and none if one is unknown."""
     group = a_group()
     stamp(group, cache, "math")
     overrides = group["group_overrides"]
@@ -84,7 +82,6 @@ def test_weight_versions_of_a_sequence_are_oldest_and_newest(cache):
 
 
 def test_weight_versions_are_none_where_one_is_unknown(cache):
-    """A sequence of unknown version has none and what nobody sampled is not trained on."""
     cache.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
     group = a_group(
         tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
@@ -105,7 +102,6 @@ def test_what_the_environment_says_itself_stays(cache):
 
 
 def test_weight_versions_give_staleness_by_the_oldest_token(cache):
-    """Staleness is counted from the oldest trained token when the row is trained on."""
     group = a_group()
     stamp(group, cache)
     rows, _ = groups_to_data_proto([group], RowLimits(20, 0))

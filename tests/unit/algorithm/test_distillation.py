@@ -108,7 +108,7 @@ def test_distilling_a_top_k_moves_the_rest_as_one(rng, k):
 
 
 def test_distillation_is_zero_where_policy_and_teacher_agree(rng):
-    """It is zero too where there is no teacher."""
+    """And where there is no teacher."""
     logits = torch.randn(4, V, generator=rng).requires_grad_()
     top = logits.detach().log_softmax(-1).topk(4)
     logprobs = top.values.clone()

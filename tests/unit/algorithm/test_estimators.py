@@ -177,9 +177,7 @@ def test_zero_signal_groups_are_counted_for_every_estimator(name):
 
 
 def test_group_of_equal_scores_has_no_advantage():
-    """There is not even a rounding error.
-
-    Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
+    """Eight scores of 100.1: the rounding of their mean, over an epsilon, makes verl's own GRPO 0.83 of them."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8}, *mixed_groups(seed=1)[1:2]]
     ours, verls = (estimate(groups, f"algorithm.adv_estimator={name}") for name in ("grpo_atropos", "grpo"))
@@ -224,7 +222,6 @@ def test_verls_estimators_give_what_they_give_on_verls_data(name):
 
 
 def test_group_too_small_for_an_estimator_is_counted():
-    """The group is left out."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, size=size) | {"scores": rng.normal(size=size).tolist()} for size in (2, 1)]
     data = estimate(groups, "algorithm.adv_estimator=grpo_passk")
@@ -390,7 +387,6 @@ def test_global_statistics_run_over_all_batches():
 
 
 def test_clipping_bounds_advantages_after_normalizing():
-    """Advantages within the bounds stay as they are."""
     groups = mixed_groups()
     free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, [-0.5, 1]))
     wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]

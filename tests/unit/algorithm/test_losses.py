@@ -71,7 +71,6 @@ def test_advantage_weighted_sft_has_the_hand_written_gradient(rng, mode):
 
 
 def test_advantage_of_a_sequence_is_that_of_each_token(rng):
-    """The gradient is that of the same advantage at every token."""
     logits, ids, advantages, mask = sequences(rng)
     grads = []
     for given in (advantages[:, 3], advantages[:, 3:4].expand(B, S)):

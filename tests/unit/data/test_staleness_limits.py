@@ -17,7 +17,6 @@ def versioned(number, oldest, newest):
 
 
 def test_staleness_rows_out_of_bounds_are_dropped_and_counted():
-    """Rows that are too old or from the future are dropped and counted for their environment."""
     groups = [versioned(0, [5, 3, 2, None], [5, 6, 5, None]), versioned(1, [6, 7, 4, 4], [6, 7, 7, 6])]
     expected = {
         None: ({"future_version": 2}, [5, 3, 2, None, 6, 4]),
@@ -35,7 +34,6 @@ def test_staleness_rows_out_of_bounds_are_dropped_and_counted():
 
 @pytest.mark.parametrize("max_staleness", [None, 0, 9])
 def test_staleness_rows_of_unpushed_weights_are_never_trained_on(max_staleness):
-    """What weights sampled that nobody pushed is never trained on."""
     groups = [versioned(0, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6])]
     _, report = groups_to_data_proto(groups, RowLimits(20, 0), 1, VersionLimits(6, max_staleness))
     assert report.dropped == {"not_pushed": 2} and report.rows == 2
@@ -58,7 +56,6 @@ def test_a_batch_of_which_nothing_is_fresh_is_empty():
     ],
 )
 def test_staleness_bound_that_would_deadlock_is_refused(overrides, expected):
-    """A bound under which training would wait for ever is refused."""
     options = [
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",

@@ -47,7 +47,6 @@ class LoggedEnv(ReasoningEnv, Logged):
 
 @pytest.mark.parametrize("prepare", [lambda environment: environment, adapt], ids=["plain", "adapted"])
 def test_single_turn_logs_counts_with_and_without_adapter(model_path, prepare):
-    """What an environment counts and observes is logged with and without the adapter."""
     _, [server] = LoggedEnv.config_init()
     server.model_name = str(model_path)
     env = prepare(LoggedEnv)(ReasoningEnvConfig(tokenizer_name=str(model_path), use_wandb=False), [server])
