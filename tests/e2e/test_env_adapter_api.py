@@ -10,7 +10,7 @@ import asyncio
 
 import pytest
 
-from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, made, make, registered, roll_out, run  # noqa: F401
+from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, made, make, registered, roll_out  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get
 from recipe.atropos.adapter import lifecycle
@@ -22,19 +22,18 @@ pytestmark = pytest.mark.timeout(120)
 # ---------------------------------------------------------------------- groups and items
 
 
-def test_adapted_numpy_scores_arrive_and_are_counted(api, make):
-    """Numpy scores and no overrides arrive and what arrived is counted."""
-    env = registered(make(api))
+async def test_adapted_numpy_scores_arrive_and_are_counted(api, make):
+    env = await registered(make(api))
     for number in range(BATCH // SIZE):
-        run(roll_out(env, number))
+        await roll_out(env, number)
     assert ScriptedTrainer(api, BATCH).batch() == [0, 1, 2]
     assert env.report.counts["groups_sent"] == env.report.counts["items"] == 3
     assert env.report.metrics()["env/score"] == 0.0, "the mean over 0, 1, 2 and three times -1"
     assert not env.server.servers[0].config.health_check, "no health completions"
 
 
-def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
-    env = registered(make(api))
+async def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
+    env = await registered(make(api))
     faults = {
         "equal_scores": made(0, scores=[1.0, 1.0]),
         "too_long": made(0, tokens=[[1] * 100] * SIZE, masks=[[1] * 100] * SIZE),
@@ -46,36 +45,35 @@ def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
     for number, (reason, fault) in enumerate(faults.items()):
         env.faults[number] = [fault]
         assert env.report.counts[f"not_sent/{reason}"] == 0
-        run(roll_out(env, number))
+        await roll_out(env, number)
         assert env.report.counts[f"not_sent/{reason}"] == 1 and f"not sent, {reason}" in caplog.text
     env.faults[9] = [[made(0, scores=[1.0, 1.0]), None, made(7)]]
-    run(roll_out(env, 9))
+    await roll_out(env, 9)
     counts = env.report.counts
     assert (counts["not_sent/equal_scores"], counts["not_sent/no_group"], counts["groups_sent"]) == (2, 2, 1)
     assert counts["items"] == len(faults) + 1
     assert get(f"{api}/latest_example")["scores"][0] == 7.0
 
 
-def test_adapted_items_that_fail_are_tried_again_and_counted(api, make, caplog):
-    """An item that fails is tried again and one that always fails is counted with its exception."""
-    env = registered(make(api))
+async def test_adapted_items_that_fail_are_tried_again_and_counted(api, make, caplog):
+    env = await registered(make(api))
     env.faults[1] = [OSError("server away"), ValueError("bad luck"), OSError("server away")]
     env.faults[2] = [ValueError("bad luck") for _ in range(9)]
-    run(roll_out(env, 1))
+    await roll_out(env, 1)
     assert get(f"{api}/latest_example")["scores"][0] == 1.0 and env.report.counts["groups_sent"] == 1
-    assert run(roll_out(env, 2)) is None
+    assert await roll_out(env, 2) is None
     counts = env.report.counts
     assert (counts["failed/ValueError"], counts["failed/OSError"]) == (1, 0)
     assert (counts["retried/ValueError"], counts["retried/OSError"]) == (4, 2)
     assert len(env.faults[2]) == 5 and counts["items"] == 2
     assert caplog.text.count("ValueError: bad luck") == 1 and "Traceback" in caplog.text, "once a kind"
     env.retry_seconds, env.faults[3] = (), [OSError("server away")]
-    assert run(roll_out(env, 3)) is None
+    assert await roll_out(env, 3) is None
     assert (counts["failed/OSError"], counts["retried/OSError"], counts["items"]) == (1, 2, 3)
 
 
-def test_adapted_cancelled_task_is_a_failure(api, make):
-    """A cancelled task of the environments own is a failure and no backlog is an empty one."""
+async def test_adapted_cancelled_task_is_a_failure(api, make):
+    """One of the environment's own; and no backlog is an empty one."""
 
     class Careless(NumberEnv):
         async def collect_trajectories(self, item):
@@ -86,35 +84,28 @@ def test_adapted_cancelled_task_is_a_failure(api, make):
             group, _ = await super().collect_trajectories(item)
             return group, None
 
-    env = registered(make(api, environment=Careless))
-    assert run(roll_out(env, 1)) is None
+    env = await registered(make(api, environment=Careless))
+    assert await roll_out(env, 1) is None
     counts = env.report.counts
     assert (counts["failed/RuntimeError"], counts["items"]) == (1, 1) and not env.running_items
-    run(roll_out(env, 2))
+    await roll_out(env, 2)
     assert counts["groups_sent"] == 1 and not env.running_items
 
 
-def test_adapted_slow_worker_is_counted_and_keeps_its_item(api, make):
-    """A worker that takes too long is counted and one that is cancelled keeps its item."""
-
-    async def scene():
-        env = make(api, worker_timeout=0.2)
-        await env.setup()
-        env.gates = {0: asyncio.Event()}
-        for waited, expected in ((0.0, 0), (0.3, 1)):
-            work = asyncio.create_task(roll_out(env, 0))
-            await asyncio.sleep(waited + 0.05)
-            assert "uuid" in env.running_items, "whoever cancels it finds its item there"
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
-            assert env.report.counts["failed/TimeoutError"] == expected
-
-    run(scene())
+async def test_adapted_slow_worker_is_counted_and_keeps_its_item(api, make):
+    env = make(api, worker_timeout=0.2)
+    await env.setup()
+    env.gates = {0: asyncio.Event()}
+    for waited, expected in ((0.0, 0), (0.3, 1)):
+        work = asyncio.create_task(roll_out(env, 0))
+        await asyncio.sleep(waited + 0.05)
+        assert "uuid" in env.running_items, "whoever cancels it finds its item there"
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        assert env.report.counts["failed/TimeoutError"] == expected
 
 
-def test_adapted_failures_beside_a_group_do_not_cost_it(api, make):
-    """What an environment does beside costs no group and is counted."""
-
+async def test_adapted_failures_beside_a_group_do_not_cost_it(api, make):
     class Careless(NumberEnv):
         def cleanup(self):  # not even a coroutine
             self.cleaned = True
@@ -122,63 +113,58 @@ def test_adapted_failures_beside_a_group_do_not_cost_it(api, make):
         async def add_rollouts_for_wandb(self, *args, **kwargs):
             raise IndexError("no third answer")
 
-    env = registered(make(api, environment=Careless))
-    run(roll_out(env, 1))
+    env = await registered(make(api, environment=Careless))
+    await roll_out(env, 1)
     assert env.cleaned and env.report.counts["groups_sent"] == 1
     assert [name for name in env.report.counts if name.startswith("failed/")] == ["failed/IndexError"]
 
 
-def test_adapted_process_ends_where_no_item_gives_a_group(make, monkeypatch, tmp_path, caplog):
-    """Process ends where no item gives a group and says how many were written."""
-
+async def test_adapted_process_ends_where_no_item_gives_a_group(make, monkeypatch, tmp_path, caplog):
     class Seldom(NumberEnv):
         every = 3
 
         async def collect_trajectories(self, item):
             return await super().collect_trajectories(item) if item["number"] % self.every == 0 else (None, [])
 
-    def process(groups):
+    async def process(groups):
         url = f"http://127.0.0.1:{free_port()}"
         env = make(url, environment=Seldom, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
         env.n_groups_to_process, env.group_size_to_process = groups, env.config.group_size
-        run(env.process_manager())
+        await env.process_manager()
         return env.report.counts
 
     monkeypatch.setattr(lifecycle, "_FRUITLESS", 5)
-    counts = process(4)
+    counts = await process(4)
     assert counts["groups_written"] == 4 and counts["items"] >= 10
     Seldom.every = 10**6
     with pytest.raises(EnvironmentFailure, match="of 5 items in a row no group was written"):
-        process(4)
+        await process(4)
 
 
-def test_an_environment_without_items_says_so_once_and_counts(api, make, caplog):
+async def test_an_environment_without_items_says_so_once_and_counts(api, make, caplog):
     class Empty(NumberEnv):
         async def get_next_item(self):
             return None
 
     env = make(api, environment=Empty)
     for _ in range(3):
-        assert run(env.get_next_item()) is None
+        assert await env.get_next_item() is None
     assert env.report.counts["no_item"] == 3 and caplog.text.count("no more items") == 1
 
 
-def test_an_evaluation_that_fails_is_counted(api, make, caplog):
+async def test_an_evaluation_that_fails_is_counted(api, make, caplog):
     class Failing(NumberEnv):
         async def evaluate(self, *args, **kwargs):
             raise KeyError("answer")
 
-    async def scene():
-        env = make(api, environment=Failing, steps_per_eval=2)
-        await env.setup()
-        env.curr_step, env.status_dict = 1, {"current_step": 2}
-        await env.env_step_checks()
-        await asyncio.sleep(0.01)
-        assert env.report.counts["failed/KeyError"] == 1 and "evaluate failed" in caplog.text
-
-    run(scene())
+    env = make(api, environment=Failing, steps_per_eval=2)
+    await env.setup()
+    env.curr_step, env.status_dict = 1, {"current_step": 2}
+    await env.env_step_checks()
+    await asyncio.sleep(0.01)
+    assert env.report.counts["failed/KeyError"] == 1 and "evaluate failed" in caplog.text
 
 
-def test_adapted_sizes_that_cannot_be_packed_name_the_flag(api, make):
+async def test_adapted_sizes_that_cannot_be_packed_name_the_flag(api, make):
     with pytest.raises(EnvironmentFailure, match="--env.group_size=7: the trainer.s batch has 6 sequences"):
-        run(make(api, group_size=7).env_manager())
+        await make(api, group_size=7).env_manager()

@@ -23,7 +23,6 @@ from helpers.numbered_env import (  # noqa: F401
     managed,
     registered,
     roll_out,
-    run,
     until,
 )
 from helpers.scripted_trainer import ScriptedTrainer
@@ -40,11 +39,10 @@ pytestmark = pytest.mark.timeout(120)
 # ---------------------------------------------------------------------- our API
 
 
-def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
+async def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
     """The API comes late, and is killed when it has item 0 of the first batch; its store stays."""
     api = Api(tmp_path)
-
-    async def scene():
+    try:
         env = make(api.url)
         async with managed(env) as manager:
             env.gates[1] = asyncio.Event()
@@ -67,19 +65,15 @@ def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
             await asyncio.gather(manager, return_exceptions=True)
             [line] = api.get("/diagnose")["environments"]
             assert not line["alive"] and line["open_tickets"] == 0, "it has left"
-
-    try:
-        run(scene())
     finally:
         api.kill()
     assert "trying again" in caplog.text
 
 
 @pytest.mark.slow
-def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
+async def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
     """What ran has no ticket there, so it starts again."""
-
-    async def scene(api):
+    with running_trajectory_api(tmp_path) as api:
         env = make(api.url)
         async with managed(env) as manager:
             env.gates[0] = asyncio.Event()
@@ -93,12 +87,9 @@ def test_an_api_with_other_data_knows_the_environment_again(make, tmp_path):
             assert await asyncio.to_thread(trainer.counts, "released") == {}, "tickets of the other store"
             assert env.report.counts["registered_again"] == 1 and sorted(env.begun) == [0, 0, 1, 2, 3, 4]
 
-    with running_trajectory_api(tmp_path) as api:
-        run(scene(api))
-
 
 @pytest.mark.parametrize(("variable", "key", "fits"), [("secret", "x", True), ("", "secret", True), ("", "x", False)])
-def test_an_environment_shows_the_api_its_secret(make, tmp_path, monkeypatch, variable, key, fits):
+async def test_an_environment_shows_the_api_its_secret(make, tmp_path, monkeypatch, variable, key, fits):
     """That of the run, else of its SGLang server."""
     monkeypatch.setenv("ATROPOS_API_KEY", variable)
     with running_trajectory_api(tmp_path, secret="secret") as service:
@@ -106,17 +97,16 @@ def test_an_environment_shows_the_api_its_secret(make, tmp_path, monkeypatch, va
         env.trainer_timeout = 0
         expected = "which says 'wait for trainer to start'" if fits else "401: .* set .ATROPOS_API_KEY to its secret"
         with pytest.raises(EnvironmentFailure, match=expected):
-            run(env.env_manager())
+            await env.env_manager()
 
 
-def test_adapted_env_names_an_api_or_trainer_that_never_comes(make, tmp_path):
-    """An api that never comes and a trainer that never comes end the environment with their names."""
+async def test_adapted_env_names_an_api_or_trainer_that_never_comes(make, tmp_path):
     env = make(f"http://127.0.0.1:{free_port()}")
     env.api_timeout = 0.5
     with pytest.raises(TrajectoryApiError, match="got no answer .* for 0.5 s; is the Trajectory API up"):
-        run(env.env_manager())
+        await env.env_manager()
     with pytest.raises(EnvironmentFailure, match="--env.rollout_server_url=localhost:8000: no address; give http"):
-        run(make("localhost:8000").env_manager())
+        await make("localhost:8000").env_manager()
     with running_trajectory_api(tmp_path) as service:
         for config, expected in (
             ({}, "registration at .* which says 'wait for trainer to start'"),
@@ -125,27 +115,27 @@ def test_adapted_env_names_an_api_or_trainer_that_never_comes(make, tmp_path):
             env = make(service.url, **config)
             env.trainer_timeout = 0.5
             with pytest.raises(EnvironmentFailure, match=expected):
-                run(env.env_manager())
+                await env.env_manager()
 
 
-def test_a_group_that_an_api_never_takes_is_counted(make, tmp_path):
+async def test_a_group_that_an_api_never_takes_is_counted(make, tmp_path):
     with running_trajectory_api(tmp_path) as service:
         ScriptedTrainer(service.url, BATCH)
         env = make(service.url)
         env.api_timeout = 0.5
-        registered(env)
-    run(roll_out(env, 5))
+        await registered(env)
+    await roll_out(env, 5)
     assert env.report.counts["not_sent/api_unreachable"] == 1 and not env.report.counts["groups_sent"]
 
 
 # ---------------------------------------------------------------------- atroposlib's API
 
 
-def test_an_adapted_environment_refuses_run_api_by_name(make, tmp_path):
+async def test_an_adapted_environment_refuses_run_api_by_name(make, tmp_path):
     with running_api(tmp_path) as api:
         env = make(api.url)
         with pytest.raises(EnvironmentFailure, match=f"{api.url}: it is atroposlib's run-api.*; start"):
-            run(env.get_server_info())
+            await env.get_server_info()
 
 
 # ---------------------------------------------------------------------- servers
@@ -170,51 +160,42 @@ async def stand_in(port, **answers):
         await runner.cleanup()
 
 
-def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkeypatch):
-    """While nothing is sent it is said and a tokenizer is compared when the server comes."""
+async def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkeypatch):
     monkeypatch.setattr(reporting, "_SILENCE", 0.5)
     monkeypatch.setattr(lifecycle, "_ASK_SERVER", 0.2)
     port = free_port()
-
-    async def scene():
-        env = make(api, server_url=f"http://127.0.0.1:{port}/v1")
-        await env.setup()
-        env.setup = lambda: asyncio.sleep(0)
-        env.faults = {number: [None] for number in range(10**4)}
-        manager = asyncio.create_task(env.env_manager())
-        async with asyncio.timeout(30):
-            while not env.report.counts["nothing_sent"]:
-                assert not manager.done(), manager.exception()
-                await asyncio.sleep(0.05)
-        model_info = {"tokenizer_path": "the/policys", "weight_version": "0"}
-        async with stand_in(port, tokenize={"tokens": [5, 6]}, model_info=model_info):
-            with pytest.raises(EnvironmentFailure, match="is not the tokenizer .* which is the/policys: .* give --env"):
-                await asyncio.wait_for(manager, 10)
-
-    run(scene())
+    env = make(api, server_url=f"http://127.0.0.1:{port}/v1")
+    await env.setup()
+    env.setup = lambda: asyncio.sleep(0)
+    env.faults = {number: [None] for number in range(10**4)}
+    manager = asyncio.create_task(env.env_manager())
+    async with asyncio.timeout(30):
+        while not env.report.counts["nothing_sent"]:
+            assert not manager.done(), manager.exception()
+            await asyncio.sleep(0.05)
+    model_info = {"tokenizer_path": "the/policys", "weight_version": "0"}
+    async with stand_in(port, tokenize={"tokens": [5, 6]}, model_info=model_info):
+        with pytest.raises(EnvironmentFailure, match="is not the tokenizer .* which is the/policys: .* give --env"):
+            await asyncio.wait_for(manager, 10)
 
 
 @pytest.mark.slow
-def test_environment_that_sends_nothing_starts_items_slowly(api, make, monkeypatch):
+async def test_environment_that_sends_nothing_starts_items_slowly(api, make, monkeypatch):
     """Until a group is sent."""
     monkeypatch.setattr(reporting, "_SILENCE", 0.5)
     for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
         monkeypatch.setattr(reporting, name, 1000.0)
-
-    async def scene():
-        env = make(api)
-        async with managed(env) as manager:
-            env.faults = {number: [None] for number in range(10**5)}
-            await until(lambda: env.report.counts["slowed_down"] and not env.workers, manager)
-            begun = len(env.begun)
-            await asyncio.sleep(2)
-            assert len(env.begun) <= begun + 1, "at most the one that waited for its ticket"
-            env.faults = {}
-            await roll_out(env, 3)
-            await until(lambda: len(env.begun) > begun + 3, manager)
-            assert env.report.counts["slowed_down"] == 1 and env.report.pause == 0
-
-    run(scene())
+    env = make(api)
+    async with managed(env) as manager:
+        env.faults = {number: [None] for number in range(10**5)}
+        await until(lambda: env.report.counts["slowed_down"] and not env.workers, manager)
+        begun = len(env.begun)
+        await asyncio.sleep(2)
+        assert len(env.begun) <= begun + 1, "at most the one that waited for its ticket"
+        env.faults = {}
+        await roll_out(env, 3)
+        await until(lambda: len(env.begun) > begun + 3, manager)
+        assert env.report.counts["slowed_down"] == 1 and env.report.pause == 0
 
 
 # ---------------------------------------------------------------------- the end
@@ -252,14 +233,12 @@ def get_status(url, env_id):
 
 
 @pytest.mark.slow
-def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path, tmp_path):
-    """Sigterm ends it with a goodbye and without children though a thread hangs."""
-    api = own_api
-    other = make(api)
-    registered(other)
+async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path, tmp_path):
+    """Though a thread hangs; it takes leave of the API."""
+    other = await registered(make(own_api))
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     flags = {"env.tokenizer_name": model_path, "env.group_size": SIZE, "env.use_wandb": "false"}
-    flags |= {"env.rollout_server_url": api, "env.max_token_length": 100, "openai.model_name": model_path}
+    flags |= {"env.rollout_server_url": own_api, "env.max_token_length": 100, "openai.model_name": model_path}
     flags |= {"openai.server_type": "sglang", "openai.base_url": "http://127.0.0.1:1/v1", "env.wandb_name": "stubborn"}
     command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "stubborn.py"]
     report = tmp_path / "report.jsonl"
@@ -270,7 +249,7 @@ def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path,
         while "ready" not in service.tail(200):
             assert service.poll() is None and time.monotonic() < deadline, service.tail()
             time.sleep(0.1)
-        weight = get_status(api, other.env_id)["env_weight"]
+        weight = get_status(own_api, other.env_id)["env_weight"]
         (child,) = psutil.Process(service.pid).children()
         os.kill(service.pid, signal.SIGTERM)
         assert service.process.wait(30) == 143, service.tail()
@@ -278,4 +257,4 @@ def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path,
     finally:
         service.stop(grace=0)
     assert read_lines(report)[-1]["in_flight"] > 0
-    assert get_status(api, other.env_id)["env_weight"] > weight, "its part is the others'"
+    assert get_status(own_api, other.env_id)["env_weight"] > weight, "its part is the others'"

@@ -92,11 +92,7 @@ class Run:
         return {base_name(name): tensor for name, tensor in self.saved[step].items() if ".lora_" not in name}
 
 
-@pytest.fixture(
-    scope="module",
-    params=COMBINATIONS,
-    ids=lambda combination: "{}-world{}-{}".format(*combination),
-)
+@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda combination: "{}-world{}-{}".format(*combination))
 def run(request, model_path, server, cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     trainer = make_trainer(model_path, server, folder, *request.param)

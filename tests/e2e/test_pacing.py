@@ -7,11 +7,12 @@ tests/unit/trajectory_api.
 # ruff: noqa: F811  (fixtures that are imported)
 
 import asyncio
+import contextlib
 
 import pytest
 from atroposlib.envs.base import EvalHandlingEnum
 
-from helpers.numbered_env import BATCH, SIZE, NumberEnv, made, make, managed, run, until  # noqa: F401
+from helpers.numbered_env import BATCH, SIZE, NumberEnv, made, make, managed, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get, post
 from helpers.trajectory_api import running_trajectory_api
@@ -26,20 +27,16 @@ def api(tmp_path):
         yield service.url
 
 
-def play(env, scene, *arguments):
-    """Run ``scene`` with an environment, its manager and ``arguments``."""
-
-    async def inner():
-        async with asyncio.timeout(90), managed(env) as manager:
-            await scene(env, manager, *arguments)
-
-    run(inner())
+@contextlib.asynccontextmanager
+async def playing(env):
+    """Yield the environment and its manager, which runs."""
+    async with asyncio.timeout(90), managed(env) as manager:
+        yield env, manager
 
 
-def test_items_start_as_far_as_the_bound_allows(api, make):
+async def test_items_start_as_far_as_the_bound_allows(api, make):
     """Also for a trainer that goes back to a checkpoint: it gets the same batches again."""
-
-    async def scene(env, manager):
+    async with playing(make(api)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=1)
         assert await trainer.next_batch(manager) == [0, 1, 2]
         assert await trainer.next_batch(manager) == [3, 4, 5]
@@ -52,19 +49,15 @@ def test_items_start_as_far_as_the_bound_allows(api, make):
         again.push()
         assert await again.next_batch(manager) == [9, 10, 11]
 
-    play(make(api), scene)
 
-
-def test_batches_have_the_items_that_started_first(api, make):
-    async def scene(env, manager):
+async def test_batches_have_the_items_that_started_first(api, make):
+    async with playing(make(api)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=2)
         env.gates[1] = asyncio.Event()
         await until(lambda: env.report.counts["groups_sent"] == 8, manager)
         assert await asyncio.to_thread(trainer.batch) is None, "item 1 is waited for"
         env.gates[1].set()
         assert [sorted(await trainer.next_batch(manager)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-    play(make(api), scene)
 
 
 class TimedEnv(NumberEnv):
@@ -80,42 +73,35 @@ class TimedEnv(NumberEnv):
 
 @pytest.mark.parametrize(
     ("max_staleness", "uneven"),
-    [
-        pytest.param(1, False, id="bound"),
-        pytest.param(0, True, id="items_of_several_groups", marks=pytest.mark.slow),
-    ],
+    [pytest.param(1, False, id="bound"), pytest.param(0, True, id="items_of_several_groups", marks=pytest.mark.slow)],
 )
-def test_batches_do_not_depend_on_how_long_items_take(tmp_path, make, max_staleness, uneven):
+async def test_batches_do_not_depend_on_how_long_items_take(tmp_path, make, max_staleness, uneven):
     """Nor does the bound; where items give other numbers of groups than expected, some may be too old."""
 
-    def batches(name, seconds):
+    async def batches(name, seconds):
         found = []
-
-        async def scene(env, manager):
-            env.weights, env.pushed, env.seconds, env.uneven = {}, 0, seconds, uneven
-            trainer = ScriptedTrainer(api.url, BATCH, max_staleness)
-            for step in range(1, 7):
-                found.append(await trainer.next_batch(manager))
-                assert uneven or step - 1 - min(env.weights[number] for number in found[-1]) <= max_staleness
-                env.pushed = step
-                trainer.push()
-
         (tmp_path / name).mkdir()
         with running_trajectory_api(tmp_path / name) as api:
-            play(make(api.url, TimedEnv), scene)
+            async with playing(make(api.url, TimedEnv)) as (env, manager):
+                env.weights, env.pushed, env.seconds, env.uneven = {}, 0, seconds, uneven
+                trainer = ScriptedTrainer(api.url, BATCH, max_staleness)
+                for step in range(1, 7):
+                    found.append(await trainer.next_batch(manager))
+                    assert uneven or step - 1 - min(env.weights[number] for number in found[-1]) <= max_staleness
+                    env.pushed = step
+                    trainer.push()
         return found
 
-    quick = batches("quick", lambda number: 0)
-    assert quick == batches("slow", lambda number: 0.07 * (number * 7 % 5))
+    quick = await batches("quick", lambda number: 0)
+    assert quick == await batches("slow", lambda number: 0.07 * (number * 7 % 5))
     if not uneven:
         trained = [number for number in range(99) if number % 3 != 1]
         assert quick == [trained[3 * step : 3 * step + 3] for step in range(6)]
 
 
-def test_what_is_not_posted_releases_its_place_by_reason(api, make):
+async def test_what_is_not_posted_releases_its_place_by_reason(api, make):
     """The API counts each place once, under the reason that the adapter counts."""
-
-    async def scene(env, manager):
+    async with playing(make(api)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
         env.faults |= {
             0: [made(0, scores=[1.0, 1.0])],
@@ -135,11 +121,9 @@ def test_what_is_not_posted_releases_its_place_by_reason(api, make):
         await asyncio.sleep(0.5)
         assert await asyncio.to_thread(trainer.batch) is None and len(env.begun) == 13, "10 items, one of them 4 times"
 
-    play(make(api), scene)
 
-
-def test_an_item_of_several_groups_has_as_many_places(api, make):
-    async def scene(env, manager):
+async def test_an_item_of_several_groups_has_as_many_places(api, make):
+    async with playing(make(api, max_num_workers=1)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
         env.faults = {number: [[made(number), made(number)]] for number in range(99)}
         env.faults[1] = [[made(1), made(1), made(1)]]
@@ -149,11 +133,9 @@ def test_an_item_of_several_groups_has_as_many_places(api, make):
             trainer.push()
         assert batches == [0, 0, 1, 1, 1, 2, 2, 3, 3], "two items of four sequences do not fit into a batch of six"
 
-    play(make(api, max_num_workers=1), scene)
-
 
 @pytest.mark.slow
-def test_an_evaluation_that_stops_training_restarts_items(api, make):
+async def test_an_evaluation_that_stops_training_restarts_items(api, make):
     """What it cancels starts again with a ticket of its own."""
 
     class Evaluated(NumberEnv):
@@ -161,7 +143,10 @@ def test_an_evaluation_that_stops_training_restarts_items(api, make):
             self.evaluations = getattr(self, "evaluations", 0) + 1
             await self.evaluated.wait()
 
-    async def scene(env, manager):
+    async with playing(make(api, Evaluated, steps_per_eval=2, eval_handling=EvalHandlingEnum.STOP_TRAIN)) as (
+        env,
+        manager,
+    ):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=1)
         env.evaluated, env.gates[7] = asyncio.Event(), asyncio.Event()
         assert await trainer.next_batch(manager) == [0, 1, 2]
@@ -176,15 +161,13 @@ def test_an_evaluation_that_stops_training_restarts_items(api, make):
         env.evaluated.set()
         assert await trainer.next_batch(manager) == [6, 8, 7] and env.begun.count(7) == 2
 
-    play(make(api, Evaluated, steps_per_eval=2, eval_handling=EvalHandlingEnum.STOP_TRAIN), scene)
 
-
-def test_evaluation_goes_on_while_a_ticket_is_awaited(api, make):
+async def test_evaluation_goes_on_while_a_ticket_is_awaited(api, make):
     class Evaluated(NumberEnv):
         async def evaluate(self, *args, **kwargs):
             self.evaluated.set()
 
-    async def scene(env, manager):
+    async with playing(make(api, Evaluated, steps_per_eval=2)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
         env.evaluated = asyncio.Event()
         assert await trainer.next_batch(manager) == [0, 1, 2]
@@ -195,13 +178,10 @@ def test_evaluation_goes_on_while_a_ticket_is_awaited(api, make):
         async with asyncio.timeout(5):
             await env.evaluated.wait()
 
-    play(make(api, Evaluated, steps_per_eval=2), scene)
 
-
-def test_nothing_starts_beyond_the_batches_that_may_queue(api, make):
+async def test_nothing_starts_beyond_the_batches_that_may_queue(api, make):
     """Without a bound, ``max_batches_offpolicy`` limits what is queued or begun; nothing that runs is cancelled."""
-
-    async def scene(env, manager):
+    async with playing(make(api, max_batches_offpolicy=2, max_num_workers=4)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH)
         env.gates[0] = asyncio.Event()
         await until(lambda: env.report.counts["groups_sent"] == 5, manager)
@@ -212,25 +192,19 @@ def test_nothing_starts_beyond_the_batches_that_may_queue(api, make):
         assert await trainer.next_batch(manager) == [0, 1, 2]
         await until(lambda: trainer.batch() and len(env.begun) > begun, manager)
 
-    play(make(api, max_batches_offpolicy=2, max_num_workers=4), scene)
 
-
-def test_bound_alone_limits_what_is_queued_where_there_is_one(api, make):
+async def test_bound_alone_limits_what_is_queued_where_there_is_one(api, make):
     """Not ``max_batches_offpolicy``: the tickets go as far as the bound allows."""
-
-    async def scene(env, manager):
+    async with playing(make(api, max_batches_offpolicy=1)) as (env, manager):
         ScriptedTrainer(api, BATCH, max_staleness=3)
         await until(lambda: env.report.counts["groups_sent"] == 12, manager)
         await asyncio.sleep(0.5)
         assert len(env.begun) == 12, "four batches for version 0"
 
-    play(make(api, max_batches_offpolicy=1), scene)
 
-
-def test_nothing_starts_once_the_environment_ends(api, make):
+async def test_nothing_starts_once_the_environment_ends(api, make):
     """Nor if its ticket comes at that moment: the item would be posted over a new connection, which nobody closes."""
-
-    async def scene(env, manager):
+    async with playing(make(api)) as (env, manager):
         ScriptedTrainer(api, BATCH)
         ticket_came = asyncio.Event()
         await until(lambda: env.begun, manager)
@@ -252,11 +226,9 @@ def test_nothing_starts_once_the_environment_ends(api, make):
         await asyncio.sleep(0.2)
         assert len(env.begun) == begun and not env.workers
 
-    play(make(api), scene)
 
-
-def test_an_environment_that_left_is_not_waited_for(api, make):
-    async def scene(env, manager):
+async def test_an_environment_that_left_is_not_waited_for(api, make):
+    async with playing(make(api)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
         other = {"max_token_length": 100, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
         number = post(f"{api}/register-env", other)["env_id"]
@@ -267,15 +239,12 @@ def test_an_environment_that_left_is_not_waited_for(api, make):
         post(f"{api}/disconnect-env", {"env_id": number})
         assert await trainer.next_batch(manager) == [0, 1, 2]
 
-    play(make(api), scene)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [True, False], ids=["a_rollout", "the_trainer"])
-def test_an_environment_that_gets_no_ticket_ends(api, make, hangs):
+async def test_an_environment_that_gets_no_ticket_ends(api, make, hangs):
     """Whether an item never ends or no weights come: it ends with what the API says."""
-
-    async def scene(env, manager):
+    async with playing(make(api, worker_timeout=-1)) as (env, manager):
         trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
         env.longest_wait = 2.0
         if hangs:
@@ -286,5 +255,3 @@ def test_an_environment_that_gets_no_ticket_ends(api, make, hangs):
             await asyncio.wait_for(manager, 30)
         assert (await asyncio.to_thread(trainer.batch) is None) == hangs
         assert "gone: number_0 (after " in (await asyncio.to_thread(get, f"{api}/diagnose"))["why"]
-
-    play(make(api, worker_timeout=-1), scene)

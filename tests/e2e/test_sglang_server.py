@@ -14,12 +14,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.sglang import running_sglang
-from recipe.atropos.inference.server import (
-    LaunchError,
-    SGLangLaunch,
-    check_launch,
-    start_sglang,
-)
+from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, start_sglang
 from recipe.atropos.utils.process import ServiceFailed
 
 PROMPT = [20, 40, 60, 80, 100]

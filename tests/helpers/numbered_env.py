@@ -69,10 +69,6 @@ def made(number, **fields):
     return group | {"group_overrides": None} | fields
 
 
-_runner = asyncio.Runner()
-run = _runner.run  # an environment's connection belongs to one event loop
-
-
 @pytest.fixture(scope="module")
 def api(tmp_path_factory):
     with running_trajectory_api(tmp_path_factory.mktemp("api")) as service:
@@ -81,7 +77,7 @@ def api(tmp_path_factory):
 
 
 @pytest.fixture
-def make(model_path, monkeypatch):
+async def make(model_path, monkeypatch):
     monkeypatch.setattr(AdaptedEnv, "_restore", lambda self, group: None)
     made_here = []
 
@@ -97,7 +93,7 @@ def make(model_path, monkeypatch):
     yield made_env
     for env in made_here:
         with contextlib.suppress(TrajectoryApiError, TimeoutError):
-            run(asyncio.wait_for(env._disconnect(), 5))
+            await asyncio.wait_for(env._disconnect(), 5)
 
 
 async def roll_out(env, number):
@@ -106,13 +102,10 @@ async def roll_out(env, number):
     return await env.handle_env("uuid")
 
 
-def registered(env):
-    async def inner():
-        await env.setup()
-        await env.register_env()
-        await env.get_server_info()
-
-    run(inner())
+async def registered(env):
+    await env.setup()
+    await env.register_env()
+    await env.get_server_info()
     return env
 
 

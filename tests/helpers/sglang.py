@@ -13,12 +13,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.utils.process import Service, free_port
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
 
 
 def make_tiny_model(path: Path | str, seed: int, model_type: str = "qwen2", **config: Any) -> Path:

@@ -17,10 +17,7 @@ from helpers.trainer import random_group
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.algorithm import reward_bridge
-from recipe.atropos.algorithm.reward_bridge import (
-    RewardBridgeError,
-    parse_bridge,
-)
+from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, parse_bridge
 from recipe.atropos.errors import EnvironmentFailure
 
 V = 40  # tokens of random groups

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
-from recipe.atropos.algorithm.mini_batches import (
-    lay_out,
-    micro_batch_size,
-    mini_batch_of_groups,
-    update_actor,
-)
+from recipe.atropos.algorithm.mini_batches import lay_out, micro_batch_size, mini_batch_of_groups, update_actor
 from recipe.atropos.data.data_proto import rows_to_data_proto
 from recipe.atropos.data.rows import Row, RowLimits
 

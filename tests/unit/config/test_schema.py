@@ -119,10 +119,7 @@ def test_schema_takes_our_configuration_and_scientific_numbers(values):
 def test_schema_reports_every_wrong_key_on_a_line_of_its_own(values):
     with pytest.raises(ConfigurationError) as refusal:
         check_schema(with_value(with_value(values, "seed", -1), "trainer.nnodes", "two"))
-    assert str(refusal.value).splitlines() == [
-        "seed=-1: give 0 or more",
-        "trainer.nnodes=two: give a whole number",
-    ]
+    assert str(refusal.value).splitlines() == ["seed=-1: give 0 or more", "trainer.nnodes=two: give a whole number"]
 
 
 def test_schema_describes_every_key():

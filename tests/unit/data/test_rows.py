@@ -227,12 +227,7 @@ def test_rows_cannot_be_made_wrong(changes):
 
 def test_rows_become_columns_with_padding_that_says_nothing():
     """Everything that is not a tensor over the response, of two rows and a padding row."""
-    overrides = {
-        "env_name": "e",
-        "raw_scores": [7.0, 8.0],
-        "policy_version_min": [3, 4],
-        "policy_version_max": [4, 5],
-    }
+    overrides = {"env_name": "e", "raw_scores": [7.0, 8.0], "policy_version_min": [3, 4], "policy_version_max": [4, 5]}
     group = a_group(
         env_id=4,
         group_overrides=overrides,
@@ -279,8 +274,7 @@ def test_rows_have_an_advantage_unless_they_say_otherwise():
 
 
 @pytest.mark.parametrize(
-    ("trained", "spans"),
-    [("", []), ("..", []), ("x", [(0, 1)]), (".xx.x", [(1, 3), (4, 5)]), ("xx..", [(0, 2)])],
+    ("trained", "spans"), [("", []), ("..", []), ("x", [(0, 1)]), (".xx.x", [(1, 3), (4, 5)]), ("xx..", [(0, 2)])]
 )
 def test_rows_have_spans_of_trained_tokens(trained, spans):
     assert list(trained_spans([7 if mark == "x" else IGNORED for mark in trained])) == spans

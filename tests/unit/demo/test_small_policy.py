@@ -12,12 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.atropos.demo.policies import STEPS, TerseRecipe
-from recipe.atropos.demo.small_policy import (
-    Recipe,
-    _tokenize,
-    ensure_small_policy,
-    make_small_policy,
-)
+from recipe.atropos.demo.small_policy import Recipe, _tokenize, ensure_small_policy, make_small_policy
 
 QUICK = Recipe(steps=3, problems=200, batch_size=8)
 

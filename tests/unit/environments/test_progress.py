@@ -104,10 +104,7 @@ def test_credit_of_presets():
 
 def test_promises_the_trainer_reads_each_tokens_advantage(make, node):
     env = make(calculator.CalculatorEnv)
-    nodes = [
-        node(env, "<call>12 + 7</call>", r"\boxed{15}"),
-        node(env, "<call>1 + 7</call>", r"\boxed{8}"),
-    ]
+    nodes = [node(env, "<call>12 + 7</call>", r"\boxed{15}"), node(env, "<call>1 + 7</call>", r"\boxed{8}")]
     group = group_of_nodes(nodes, [1.0, -1.0])
     add_credit(group, CALLS, env.tokenizer, ROW)
     rows, report = groups_to_data_proto([group], RowLimits(110, 0), multiple_of=2)

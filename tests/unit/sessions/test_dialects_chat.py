@@ -34,11 +34,7 @@ def test_chat_answers_are_those_of_the_sdk(name):
     found = ChatCompletion.model_validate(chat.answer(asked, reply))
     [choice] = found.choices
     assert (found.id, found.created, found.model) == ("chatcmpl-a1b2", reply.created, "policy")
-    assert found.usage.model_dump(exclude_none=True) == {
-        "prompt_tokens": 3,
-        "completion_tokens": 2,
-        "total_tokens": 5,
-    }
+    assert found.usage.model_dump(exclude_none=True) == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert (found.prompt_token_ids, choice.token_ids, found.weight_versions) == (
         reply.prompt,
         reply.tokens,

@@ -49,8 +49,7 @@ def test_the_client_of_renderers_reads_the_tokens(name):
     reply = REPLIES[name]
     handle = transport(tokens, reply)
     renderer = SimpleNamespace(
-        get_stop_token_ids=lambda: [12],
-        parse_response=lambda ids, prompt_ids, tools: ParsedResponse(content=str(ids)),
+        get_stop_token_ids=lambda: [12], parse_response=lambda ids, prompt_ids, tools: ParsedResponse(content=str(ids))
     )
 
     async def call():

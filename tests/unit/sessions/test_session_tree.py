@@ -105,9 +105,7 @@ def test_session_bridge_is_what_the_template_writes(tmp_path):
         rendering, tokenizer = program.rendering, program.rendering.tokenizer
         program.policy.split = lambda text, tokenizer=tokenizer: tokenizer.encode(text)
         program.policy.script = ["12", "19"]
-        history = [
-            user("sum"),
-        ]
+        history = [user("sum")]
         asyncio.run(program.ask(history))
         history = [*program.seen[-1], user("and")]
         asyncio.run(program.ask(history))

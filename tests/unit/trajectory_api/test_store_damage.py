@@ -69,8 +69,7 @@ async def client_of(service, retry_timeout):
 DAMAGES = {
     "bit": lambda folder: flip_token(folder, 9),
     "exchanged": lambda folder: change(
-        folder,
-        "UPDATE records SET (data, digest) = (SELECT data, digest FROM records WHERE id = 8) WHERE id = 9",
+        folder, "UPDATE records SET (data, digest) = (SELECT data, digest FROM records WHERE id = 8) WHERE id = 9"
     ),
     "missing": lambda folder: change(folder, "DELETE FROM records WHERE id = 9"),
     "moved": lambda folder: change(folder, "UPDATE groups SET batch = 9 WHERE id = 8"),

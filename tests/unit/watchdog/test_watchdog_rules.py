@@ -74,10 +74,7 @@ all_rows_clipped = changed("all_rows_clipped", atropos__rows_with__response_trun
 clipped_by_the_environment = changed("by_the_environment", response_length__min=32, response_length__max=32)
 # A little more than a tenth of them.
 rows_too_long = changed(
-    "overlong",
-    atropos__received=200.0,
-    atropos__dropped__overlong_response=15.0,
-    atropos__dropped__overlong_prompt=6.0,
+    "overlong", atropos__received=200.0, atropos__dropped__overlong_response=15.0, atropos__dropped__overlong_prompt=6.0
 )
 # The samples of step 1 were fresh, and agreed.
 off_policy_samples = changed("off_policy_samples", atropos__logprob_diff__mean=0.52, actor__lr=3e-4)

@@ -163,7 +163,7 @@ def test_watchdog_accounts_for_alarms_over_all_starts():
     assert [open_["environment"] for open_ in left_open(lines)] == ["b"]
     found = account(lines, 9)
     assert {key: found["too_long"][key] for key in ("raised", "first_step", "last_step", "steps", "now")} == {
-        **{"raised": 2, "first_step": 3, "last_step": 9, "steps": 6 + 4, "now": True},
+        **{"raised": 2, "first_step": 3, "last_step": 9, "steps": 6 + 4, "now": True}
     }
     assert found["queue_full"]["now"] is False and found["queue_full"]["seen"] == "2 was seen"
 
