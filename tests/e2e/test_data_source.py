@@ -8,6 +8,7 @@ import pytest
 
 from helpers.trajectory_api import REGISTRATION as FIELDS
 from helpers.trajectory_api import Api
+from helpers.waiting import until
 from recipe.atropos.sources import numbered as data_source
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.sources.stock import _is_stock
@@ -50,10 +51,7 @@ def taken(batch):
 def test_data_source_fetches_ahead_no_more_than_it_was_told(api):
     with source(api, prefetch=1) as ahead:
         post(api, *range(1, 7))
-        deadline = time.monotonic() + 20
-        while len(ahead) < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(ahead))
         time.sleep(0.5)
         assert len(ahead) == 1 and api.get("/status")["queue_size"] == 4
 
@@ -61,10 +59,7 @@ def test_data_source_fetches_ahead_no_more_than_it_was_told(api):
 def test_data_source_ends_although_its_api_is_gone(api):
     with source(api, prefetch=1) as ahead:
         post(api, 1, 2)
-        deadline = time.monotonic() + 20
-        while len(ahead) < 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: len(ahead))
         api.kill()
     assert not ahead._thread.is_alive()
 

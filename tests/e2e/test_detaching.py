@@ -6,6 +6,7 @@ import time
 import pytest
 
 from helpers.terminal import terminals
+from helpers.waiting import until
 
 PROGRAM = """
 import os, pathlib, sys, time
@@ -45,10 +46,7 @@ def test_detached_program_outlives_its_terminal(detached, tmp_path):
     terminal.close()
     time.sleep(0.2)
     (tmp_path / "end").touch()
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "ended").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until((tmp_path / "ended").exists)
     log = tmp_path / "logs/launcher.log"
     assert log.read_text() == "at the end False\n" and log.stat().st_mode & 0o777 == 0o600
     assert "checked" in terminal.text and "at the end" not in terminal.text

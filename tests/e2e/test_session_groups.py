@@ -10,6 +10,7 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.trajectory_api import running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.credit.group import Credit
 
 pytestmark = pytest.mark.timeout(120)
@@ -81,19 +82,13 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
     unheld = sessions.open(env="tool", group="its own name")
     ended(sessions, unheld, reward=1.0)
     assert sessions.call("GET", f"/sessions/{unheld['id']}/rows")[0] == 200
-    deadline = time.monotonic() + 20
-    while sessions.server._sessions:  # nothing that has ended is kept in memory
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not sessions.server._sessions)  # nothing that has ended is kept in memory
 
 
 def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
     opened(sessions, limits={"seconds": 0.2})
-    deadline = time.monotonic() + 30
-    while (found := api.get("/diagnose"))["queue"]["open_tickets"]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
-    assert found["counts"]["released/no_group"] == 1
+    until(lambda: not api.get("/diagnose")["queue"]["open_tickets"])
+    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
 
 
 def test_session_groups_take_a_reward_after_a_limit(sessions, api):
@@ -107,10 +102,7 @@ def test_session_groups_take_a_reward_after_a_limit(sessions, api):
     time.sleep(2.0)
     for number, session in enumerate(group):
         assert "again" not in ended(sessions, session, ask=False, reward=float(number))
-    deadline = time.monotonic() + 20
-    while sessions.server._groups._groups:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not sessions.server._groups._groups)
     assert api.get("/diagnose")["counts"].get("released/no_group", 0) == 0
 
 
@@ -130,10 +122,7 @@ def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
     sessions.start()
     for number, session in enumerate(whole):
         ended(sessions, session, reward=float(number))
-    deadline = time.monotonic() + 20
-    while sessions.server._groups._groups:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: not sessions.server._groups._groups)
     assert api.get("/diagnose")["counts"]["released/no_group"] == 1
 
 

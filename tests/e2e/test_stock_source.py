@@ -11,6 +11,7 @@ from msgspec import to_builtins
 
 from helpers.services import get, group, post, running_api
 from helpers.trajectory_api import REGISTRATION as FIELDS
+from helpers.waiting import until
 from recipe.atropos.sources.numbered import DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.sources.stock import StockSource, _is_stock
 from recipe.atropos.utils.process import free_port
@@ -102,11 +103,8 @@ def test_a_wait_ends_and_says_who_is_silent(api, situation):
     with source:
         expected = "no environment has registered"
         if situation != "no environment":
-            deadline = time.monotonic() + 10
             env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 3}
-            while post(f"{api.url}/register-env", env)["status"] != "success":
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+            until(lambda: post(f"{api.url}/register-env", env)["status"] == "success")
             expected = "an environment has registered.*posted nothing"
         if situation == "groups that do not fit":
             for number in range(5):
@@ -135,10 +133,7 @@ def test_an_api_that_restarts_is_registered_with_again(tmp_path):
             time.sleep(0.5)
             api.stop(grace=0)
             with running_api(tmp_path, port) as again:
-                deadline = time.monotonic() + 30
-                while get(f"{again.url}/info")["batch_size"] != 8:
-                    assert time.monotonic() < deadline, "not registered again"
-                    time.sleep(0.2)
+                until(lambda: get(f"{again.url}/info")["batch_size"] == 8)
                 for number in (1, 2):
                     post(f"{again.url}/scored_data", group(number))
                 assert numbers(source.next_batch()) == [1, 2]

@@ -237,8 +237,7 @@ def test_a_client_that_leaves_its_long_poll_harms_nobody(tmp_path):
         with socket.create_connection(("127.0.0.1", api.port)) as connection:
             connection.sendall(b"GET /batch?after=0&wait=20 HTTP/1.1\r\nHost: localhost\r\n\r\n")
             time.sleep(0.2)
-        for number in (1, 2):
-            api.post("/scored_data", group(number))
+        api.post_groups(1, 2)
         assert api.batch("?after=0&wait=5") == [1, 2]
 
 
@@ -337,7 +336,7 @@ def test_a_secret_file_must_be_private(tmp_path):
 
 
 def test_metrics_are_in_the_format_of_prometheus(api):
-    api.session.post(f"{api.url}/scored_data", json={"tokens": []})
+    api.session.post(f"{api.url}/scored_data", json={"tokens": [1]})  # malformed
     for _ in range(2):
         api.post("/register-env", ENVIRONMENT)
     lines = requests.get(f"{api.url}/metrics").text.splitlines()

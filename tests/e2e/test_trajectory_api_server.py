@@ -27,8 +27,7 @@ def api(tmp_path):
 
 def test_a_batch_is_the_same_when_asked_again(api):
     api.register(after=0)
-    for number in range(1, 7):
-        api.post("/scored_data", group(number))
+    api.post_groups(*range(1, 7))
     first = api.session.get(f"{api.url}/batch?after=0").content
     packed = api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED})
     assert json.loads(first)["number"] == 1 and packed.headers[wire.BATCH_HEADER] == "1"
@@ -42,8 +41,7 @@ def test_a_batch_is_the_same_when_asked_again(api):
 
 def test_another_batch_size_dissolves_later_batches(api):
     api.register(after=0)
-    for number in range(1, 9):
-        api.post("/scored_data", group(number))
+    api.post_groups(*range(1, 9))
     assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
     api.post("/commit", {"through": 1})
     api.post("/register", REGISTRATION | {"batch_size": 12, "after": 0}, status=409)
@@ -75,8 +73,7 @@ def test_a_long_poll_of_an_older_trainer_ends(api):
 def test_committed_batches_are_deleted_if_told(tmp_path):
     with running_trajectory_api(tmp_path, "--retention", "committed") as api:
         api.register(after=0)
-        for number in range(1, 7):
-            api.post("/scored_data", group(number))
+        api.post_groups(*range(1, 7))
         assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
         api.post("/commit", {"through": 2})
         gone = requests.get(f"{api.url}/batch?after=1")
@@ -90,8 +87,7 @@ def test_committed_batches_are_deleted_if_told(tmp_path):
 
 def test_a_live_run_is_not_reset_and_an_archive_is_kept(api):
     api.register(after=0)
-    for number in (1, 2, 3):
-        api.post("/scored_data", group(number))
+    api.post_groups(1, 2, 3)
     assert api.batch("?after=0") == [1, 2]
     assert requests.get(f"{api.url}/reset_data").status_code == 409
     api.post("/register", REGISTRATION | {"batch_size": 1}, status=409)
@@ -104,8 +100,7 @@ def test_a_live_run_is_not_reset_and_an_archive_is_kept(api):
 
 def test_what_a_stock_trainer_resets_is_archived(api):
     api.register()
-    for number in (1, 2, 3):
-        api.post("/scored_data", group(number))
+    api.post_groups(1, 2, 3)
     assert api.batch() == [1, 2]
     assert api.session.get(f"{api.url}/reset_data").text == "Reset successful"
     assert api.get("/status") == {"current_step": 0, "queue_size": 0}
@@ -224,8 +219,7 @@ def test_tickets_of_a_gone_environment_are_released(tmp_path):
         api.register(after=0, max_staleness=0)
         gone, alive = (api.post("/register-env", ENVIRONMENT)["env_id"] for _ in range(2))
         assert api.post("/begin", {"env_id": gone})["ticket"]
-        for number in (1, 2):
-            api.post("/scored_data", group(number) | {"env_id": alive})
+        api.post_groups(1, 2, env_id=alive)
         assert api.batch("?after=0&wait=5") == [1, 2]
         assert api.get("/diagnose")["counts"]["released/environment_gone"] == 1
 
@@ -241,8 +235,7 @@ def test_a_lost_ticket_is_released_by_the_next_begin(api):
 
 def test_export_and_import_give_the_same_batches(api, tmp_path):
     api.register(after=0)
-    for number in range(1, 6):
-        api.post("/scored_data", group(number) | {"messages": [[{"role": "user", "content": "é"}]]})
+    api.post_groups(*range(1, 6), messages=[[{"role": "user", "content": "é"}]])
     bodies = [api.session.get(f"{api.url}/batch?after={after}").content for after in (0, 1)]
     run = {"check": True, "capture_output": True, "text": True}
     subprocess.run([*PROGRAM, "export", str(tmp_path / "data"), str(tmp_path / "log.jsonl")], **run)
@@ -264,8 +257,7 @@ def test_damage_ends_the_server_with_its_reason(tmp_path):
     database = tmp_path / "data/trajectories.db"
     with running_trajectory_api(tmp_path, "--retention", "committed") as api:
         api.register(after=0)
-        for number in range(1, 9):
-            api.post("/scored_data", group(number))
+        api.post_groups(*range(1, 9))
         assert api.batch("?after=0") == [1, 2]
         assert api.stop() == 0
         api.start()

@@ -9,6 +9,7 @@ import requests
 
 from helpers.services import group, running_api
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
+from helpers.waiting import until
 
 
 class Client:
@@ -94,10 +95,7 @@ def a_dead_environments_allocation(client):
     assert dead != alive
     for number in (1, 2):
         client.post("/scored_data", group(number) | {"env_id": alive})
-    deadline = time.monotonic() + 3
-    while (found := client.batch()) is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert found == [1, 2]
+    assert until(client.batch, 3) == [1, 2]
 
 
 def a_nan_score(client):
@@ -181,8 +179,7 @@ def test_run_api_has_the_fault(upstream, trap):
 def test_nothing_survives_a_restart_of_run_api_but_of_ours(tmp_path):
     with running_trajectory_api(tmp_path) as api:
         api.register()
-        for number in (1, 2, 3):
-            api.post("/scored_data", group(number))
+        api.post_groups(1, 2, 3)
         api.kill()
         api.start()
         assert api.batch() == [1, 2]

@@ -13,6 +13,7 @@ RUN = """
 import pathlib, sys, time
 sys.path[:0] = sys.argv[2:]
 from helpers.trainer import compose_config
+from helpers.waiting import until
 from recipe.atropos.run import trackers as tracking
 folder = pathlib.Path(sys.argv[1])
 tracking._FINISH_SECONDS = 20.0
@@ -22,10 +23,7 @@ line |= {"policy_version_min": 0, "policy_version_max": None}
 with tracking.Trackers(compose_config(*options), done=0) as trackers:
     for step in (1, 2):
         trackers.log({"atropos/mean_score": 0.5}, step, {}, [line])
-    deadline = time.monotonic() + 60
-    while not list(folder.glob("wandb/offline-run-*/files/media/table/a_overview/samples_2_*")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: list(folder.glob("wandb/offline-run-*/files/media/table/a_overview/samples_2_*")))
     tracking._end_wandb_process()
     for step in (3, 4):
         trackers.log({"atropos/mean_score": 0.5}, step, {}, [line])

@@ -11,6 +11,7 @@ from typing import Any
 
 import requests
 
+from helpers.services import group
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.utils.process import free_port
 
@@ -78,6 +79,11 @@ class Api:
         reply = self.session.post(self.url + path, json=message, headers=headers, timeout=30)
         assert reply.status_code == status, (path, reply.status_code, reply.text)
         return reply.json()
+
+    def post_groups(self, *numbers: int, **fields: Any) -> None:
+        """Post a ``group`` of each number, with further fields."""
+        for number in numbers:
+            self.post("/scored_data", group(number) | fields)
 
     def register(self, **fields: Any) -> Any:
         answer = self.post("/register", REGISTRATION | fields)

@@ -10,6 +10,7 @@ from aiohttp.test_utils import RawTestServer
 
 from helpers.services import group, post
 from helpers.trajectory_api import REGISTRATION
+from helpers.waiting import until
 from recipe.atropos.sources import numbered as data_source
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, Registration
 from recipe.atropos.trajectory_api.app import Api
@@ -64,10 +65,8 @@ def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplo
         held = store.write
         store.write = lambda *arguments, **names: held(fill_up)
         thread.start()
-        deadline = time.monotonic() + 60
-        while "nothing can be stored" not in caplog.text:
-            assert time.monotonic() < deadline and thread.is_alive()
-            time.sleep(0.05)
+        until(lambda: "nothing can be stored" in caplog.text)
+        assert thread.is_alive()
         store.write = held
         store.connection.execute("PRAGMA max_page_count = 100000")
         thread.join(60)
@@ -96,13 +95,6 @@ def test_the_api_knows_whether_the_trainer_waits_for_a_batch(tmp_path, monkeypat
         post(f"{url}/scored_data", group(2, 8))
         thread.join(60)
         assert not thread.is_alive()
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def fill_up(connection):
