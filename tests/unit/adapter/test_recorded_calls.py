@@ -97,11 +97,11 @@ async def test_recorded_calls_send_one_bos_whoever_writes_it(env, stub, tokenize
     assert bodies(stub)[-1]["input_ids"] == [0, *text]
 
 
-@pytest.mark.parametrize(("kind", "server"), [("vllm", ManagedServer), ("sglang", RecordingManagedServer)])
-async def test_recorded_calls_leave_servers_alone_that_are_not_sglang(drifting_model, kind, server):
+@pytest.mark.parametrize(("kind", "expected"), [("vllm", ManagedServer), ("sglang", RecordingManagedServer)])
+async def test_recorded_calls_leave_servers_alone_that_are_not_sglang(drifting_model, kind, expected):
     env = make(Scripted, drifting_model, server_type=kind)
     async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-        assert type(managed) is server
+        assert type(managed) is expected
 
 
 async def test_recorded_calls_of_evaluation_keep_to_their_own_book(env, stub, tokenizer):

@@ -11,7 +11,7 @@ from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
 from recipe.atropos.algorithm.metrics import staleness_metrics
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits, trained_spans
+from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.inference.sampled import versions_of
 
 I = -100  # noqa: E741
@@ -35,11 +35,6 @@ def spans(*versions):
 )
 def test_weight_versions_are_read_by_token(meta_info, expected):
     assert versions_of(meta_info) == expected
-
-
-def test_spans_are_the_runs_of_trained_tokens():
-    assert list(trained_spans([I, I, 5, 6, I, 7, I, I, 8])) == [(2, 4), (5, 6), (8, 9)]
-    assert list(trained_spans([I, I])) == []
 
 
 @pytest.fixture(scope="module")
