@@ -76,9 +76,6 @@ def started():
         process.stdout.close()
 
 
-# ---------------------------------------------------------------- lock
-
-
 def test_run_dir_lock_names_its_holder_and_goes_with_it(tmp_path, started):
     holder = started(HOLD, tmp_path / "run")
     assert holder.stdout.readline() == "held\n"
@@ -124,9 +121,6 @@ def test_run_dir_lock_names_a_folder_that_cannot_be_made(tmp_path):
             pass
 
 
-# ---------------------------------------------------------------- format
-
-
 def test_run_dir_of_another_format_is_refused(tmp_path):
     RunDir(tmp_path).check_format()
     (tmp_path / "config.yaml").write_text("")
@@ -138,8 +132,6 @@ def test_run_dir_of_another_format_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"format 99.*a newer version"):
         RunDir(tmp_path).check_format()
 
-
-# ---------------------------------------------------------------- a kill or a full disk at any byte
 
 REPLACE_HALF = """
 import os, signal, sys

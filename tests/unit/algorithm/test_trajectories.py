@@ -215,9 +215,6 @@ def test_losses_over_whole_sequences_are_refused_by_name(options, words):
     require_defined(configured())
 
 
-# ---------------------------------------------------------------------- losses
-
-
 def values_of(ids, scale):
     """A number for each token, of (B, R) or (N,) ids, which does not depend on its place."""
     return torch.sin(ids.double() * scale)
@@ -293,9 +290,6 @@ def test_entropy_in_the_metrics_is_that_of_trajectories(agg):
         for batch, shares in zip(both(), (shares_of(both()[0]), None), strict=True)
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
-
-
-# ---------------------------------------------------------------------- batches
 
 
 def test_mini_batches_count_trajectories():

@@ -164,9 +164,6 @@ def test_run_dir_checkpoint_path_that_is_none_is_refused(tmp_path):
             resume_folder(path)
 
 
-# ---------------------------------------------------------------- the same run
-
-
 @pytest.fixture(scope="module")
 def composed():
     return compose_config("actor_rollout_ref.model.path=m")
@@ -261,9 +258,6 @@ def test_run_dir_names_the_folders_of_the_configuration(composed):
     assert Path(config.trainer.default_local_dir) == folder.checkpoints
     assert Path(config.trainer.rollout_data_dir) == folder.rollouts
     assert Path(config.trainer.atropos.weight_sync.directory) == folder.weights
-
-
-# ---------------------------------------------------------------- what became of the groups
 
 
 def test_run_dir_summary_keeps_what_several_processes_write(tmp_path):

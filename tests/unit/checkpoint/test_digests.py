@@ -142,9 +142,6 @@ def test_digest_is_compared_before_a_replays_comparison(tmp_path):
         differing_tensors(one / "actor", other / "actor")
 
 
-# ---------------------------------------------------------------- code
-
-
 def test_resuming_runs_no_code_of_a_checkpoint(tmp_path):
     """Whoever loads the file, and with whatever arguments: verl's three loads have ``weights_only=False``."""
     folder = save(tmp_path / "checkpoints", 2)

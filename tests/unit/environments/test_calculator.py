@@ -16,8 +16,6 @@ from recipe.atropos.environments.calculator import CalculatorEnv, tool_answers
 from recipe.atropos.environments.calculator_tool import LARGEST, CalculatorError, answer, calculate
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate, gold_answer
 
-# ---------------------------------------------------------------------- the tool
-
 
 @pytest.mark.parametrize(
     ("expression", "value"),
@@ -120,8 +118,6 @@ def test_calculator_answers_each_call_of_a_turn_in_order(text, reply):
     assert answer(text) == reply
 
 
-# ---------------------------------------------------------------------- problems and demonstrations
-
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
@@ -163,9 +159,6 @@ def test_each_flaw_is_what_it_is_called(flaw):
         assert sum(text.startswith("error") for text in calls) == (steps if flaw == "malformed" else 0)
     wrong = sum(chat[-1]["content"] != rf"\boxed{{{gold_answer(row)}}}" for row, chat in demonstrations(**{flaw: 1.0}))
     assert wrong == 0 if flaw == "malformed" else wrong > 100
-
-
-# ---------------------------------------------------------------------- the environment
 
 
 @pytest.fixture

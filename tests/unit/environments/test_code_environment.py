@@ -131,9 +131,6 @@ def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch, caplog)
         load_problems(str(tmp_path / "nowhere.jsonl"), "train", None, None, 0)
 
 
-# ---------------------------------------------------------------------- generated problems
-
-
 def test_code_environment_problems_are_right_and_held_out(sandbox):
     """The problems are generated."""
     test, train = list(generate("test", 300)), list(generate("train", 3000, 1))
@@ -160,9 +157,6 @@ def test_code_environment_policy_is_shown_flawed_programs():
         "<" not in answer for question, answer in shown if "less than" not in question and "at most" not in question
     )
     assert all(re.fullmatch(r"```python\ndef \w+\(xs\):\n    return .+\n```", answer) for _, answer in shown)
-
-
-# ---------------------------------------------------------------------- the environment
 
 
 @pytest.fixture

@@ -311,9 +311,6 @@ def test_code_environment_values_keep_their_types(sandbox):
     assert checked(sandbox, "def f(): yield from (1, 2)", "assert list(f()) == [1, 2] and f() != [1, 2]")[0]
 
 
-# ---------------------------------------------------------------------- where it cannot be isolated
-
-
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [

@@ -66,9 +66,6 @@ async def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(service):
     assert await delivery.stock_batch(service) == 2 and await batch(service, 2) == [1, 2, 3, 6]
 
 
-# ---------------------------------------------------------------------- batches with nothing to train on
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("restart", [False, True])
 async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, restart):
@@ -107,9 +104,6 @@ async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_stale
             await later(service)
     if restart:
         await in_service(tmp_path, later)
-
-
-# ---------------------------------------------------------------------- tickets
 
 
 async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, caplog):

@@ -125,9 +125,6 @@ async def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
             database.read_record(connection, 21)
 
 
-# ---------------------------------------------------------------------- at the start
-
-
 def overwrite(at, content):
     def damage(path):
         with open(path, "r+b") as file:
@@ -176,9 +173,6 @@ async def test_a_start_that_was_killed_is_no_damage(tmp_path):
     (tmp_path / "lock").touch()
     await in_service(tmp_path, fill)
     assert not (tmp_path / "partial.db").exists()
-
-
-# ---------------------------------------------------------------------- while it runs
 
 
 async def ends(service, match, error=TrajectoryStoreError):

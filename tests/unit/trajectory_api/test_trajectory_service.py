@@ -48,9 +48,6 @@ async def test_posts_amid_a_reset_are_kept_once(service):
     assert len(found) == len(set(found)) == len(stored) + 1
 
 
-# ---------------------------------------------------------------------- trainers
-
-
 async def test_each_registration_gets_an_epoch_of_its_own(service):
     answers = await asyncio.gather(*(delivery.register(service, registration(8, after=0)) for _ in range(3)))
     assert [answer["epoch"] for answer in answers] == [1, 2, 3] and service.epoch == 3
@@ -214,9 +211,6 @@ async def test_what_is_noted_amid_a_reset_does_no_harm(tmp_path):
         await resetting
         await begin_anew(service)
     await in_service(tmp_path, begin_anew)
-
-
-# ---------------------------------------------------------------------- environments
 
 
 async def test_an_environment_of_another_store_is_unknown(tmp_path):
