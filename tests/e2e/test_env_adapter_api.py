@@ -19,8 +19,6 @@ from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
-# ---------------------------------------------------------------------- groups and items
-
 
 async def test_adapted_numpy_scores_arrive_and_are_counted(api, make):
     env = await registered(make(api))

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 
 import psutil
 import pytest
@@ -35,8 +34,6 @@ from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port, start_service
 
 pytestmark = pytest.mark.timeout(120)
-
-# ---------------------------------------------------------------------- our API
 
 
 async def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
@@ -128,17 +125,11 @@ async def test_a_group_that_an_api_never_takes_is_counted(make, tmp_path):
     assert env.report.counts["not_sent/api_unreachable"] == 1 and not env.report.counts["groups_sent"]
 
 
-# ---------------------------------------------------------------------- atroposlib's API
-
-
 async def test_an_adapted_environment_refuses_run_api_by_name(make, tmp_path):
     with running_api(tmp_path) as api:
         env = make(api.url)
         with pytest.raises(EnvironmentFailure, match=f"{api.url}: it is atroposlib's run-api.*; start"):
             await env.get_server_info()
-
-
-# ---------------------------------------------------------------------- servers
 
 
 @contextlib.asynccontextmanager
@@ -198,9 +189,6 @@ async def test_environment_that_sends_nothing_starts_items_slowly(api, make, mon
         assert env.report.counts["slowed_down"] == 1 and env.report.pause == 0
 
 
-# ---------------------------------------------------------------------- the end
-
-
 STUBBORN = """
 import asyncio, subprocess, sys, time
 from atroposlib.envs.base import BaseEnv
@@ -245,10 +233,8 @@ async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model
     command += [f"--{key}={value}" for key, value in (flags | {"adapter.report": report}).items()]
     service = start_service("stubborn", command, log_path=tmp_path / "log", cwd=tmp_path)
     try:
-        deadline = time.monotonic() + 60
-        while "ready" not in service.tail(200):
-            assert service.poll() is None and time.monotonic() < deadline, service.tail()
-            time.sleep(0.1)
+        await until(lambda: service.poll() is not None or "ready" in service.tail(200), within=60)
+        assert service.poll() is None, service.tail()
         weight = get_status(own_api, other.env_id)["env_weight"]
         (child,) = psutil.Process(service.pid).children()
         os.kill(service.pid, signal.SIGTERM)

@@ -4,11 +4,11 @@ import json
 import os
 import signal
 import sys
-import time
 
 import pytest
 
 from helpers import ROOT
+from helpers.waiting import until
 from recipe.atropos.utils.process import start_service
 
 SCRIPT = ROOT / "scripts" / "gpu_check.py"
@@ -63,10 +63,7 @@ def test_gpu_check_goes_on_after_a_case_that_fails(tmp_path):
 def test_gpu_check_that_is_ended_leaves_nothing_but_its_report(tmp_path):
     """It ends what it started, and reports the cases that are done."""
     service, out = started(tmp_path, "--only", "disk")
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "work" / "disk" / "run" / "logs" / "trainer.log").exists():
-        assert service.poll() is None and time.monotonic() < deadline, service.tail()
-        time.sleep(0.1)
+    until((tmp_path / "work/disk/run/logs/trainer.log").exists, 120, service)
     os.kill(service.pid, signal.SIGTERM)
     status, report = finished(service, out, timeout=90)
     assert status == 130 and not report["ok"] and report["cases"] == {}

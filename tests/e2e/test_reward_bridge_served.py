@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 
 import orjson
 import pytest
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer
 from helpers.environments import guess_env
 from helpers.services import get
 from helpers.trajectory_api import running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.utils.process import start_service
 
 WIDE = {"format_markers": [{"pattern": "[a-m]", "regex": True, "weight": 0.1, "count": "each"}], "clip": [0, 0.9]}
@@ -34,11 +34,7 @@ def test_reward_bridge_groups_reach_the_api_with_raw_scores(model_path, server, 
         command += [f"--env={guess_env.__file__}:GuessEnv", *(f"--{name}={value}" for name, value in flags.items())]
         environment = start_service("environment", command, log_path=tmp_path / "environment.log")
         try:
-            batch, deadline = None, time.monotonic() + 90
-            while batch is None:
-                assert environment.poll() is None and time.monotonic() < deadline, environment.tail(40)
-                batch = get(f"{api.url}/batch")["batch"]
-                time.sleep(0.2)
+            batch = until(lambda: get(f"{api.url}/batch")["batch"], 90, environment)
         finally:
             environment.stop()
     assert len(batch) == 2

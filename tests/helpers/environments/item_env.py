@@ -32,9 +32,9 @@ class ItemEnv(BaseEnv):
         if self.config.no_registration:
             await asyncio.sleep(1000)
 
-    async def answer(self, number, **sampling):
+    async def answer(self, number, max_tokens=8, **sampling):
         prompt, outputs, logprobs, _ = await self.server.tokens_and_logprobs_completion(
-            prompt=f"item {number}", max_tokens=8, ignore_eos=True, **sampling
+            prompt=f"item {number}", max_tokens=max_tokens, ignore_eos=True, **sampling
         )
         return prompt, outputs, logprobs
 
