@@ -42,13 +42,8 @@ _SAMPLED = [
     "test_weight_versions.py",
 ]
 _ROWS = [
-    "test_rows.py",
-    "test_data_proto.py",
-    "test_estimators.py",
-    "test_losses.py",
-    "test_distillation.py",
-    "test_sampling.py",
-    "test_reward_bridge.py",
+    *("test_rows.py", "test_data_proto.py", "test_estimators.py", "test_losses.py", "test_distillation.py"),
+    *("test_sampling.py", "test_reward_bridge.py"),
 ]
 _PUSH = ["test_push.py", "test_weight_manager.py"]
 

@@ -8,14 +8,7 @@ from helpers import ROOT
 TESTS = ROOT / "tests"
 FILES = sorted(TESTS.glob("*/**/test_*.py"))
 UNIT = [path for path in FILES if path.is_relative_to(TESTS / "unit")]
-STARTS = {
-    "running_sglang",
-    "running_api",
-    "running_trajectory_api",
-    "server",
-    "cluster",
-    "terminal",
-}  # helpers and fixtures
+STARTS = {*"running_sglang running_api running_trajectory_api server cluster terminal".split()}  # helpers and fixtures
 
 
 def used_by(path):

@@ -51,32 +51,27 @@ def follow(history, text):
     return [{"role": "tool", "content": text, "tool_call_id": c["id"], "name": "add"} for c in calls] or [user(text)]
 
 
-def run(tmp_path, template, script, thinking="kept", tools=ADD):
+async def run(tmp_path, template, script, thinking="kept", tools=ADD):
     """Let a program hold a conversation of as many turns as the script has."""
     tokenizer = chat_tokenizer(template)
     policy = ScriptedPolicy(tokenizer, script=list(script))
     rendering = Rendering(tokenizer, tool_parser="qwen3", thinking=thinking)
-    program = Program(opened(tmp_path), policy, rendering, tools)
-
-    async def talk():
-        history = []
-        while policy.script:
-            history += follow(history, "the sum") if history else [user("the sum of 12 and 7")]
-            await program.ask(history)
-            history = list(program.seen[-1])
-
-    asyncio.run(talk())
+    program, history = Program(opened(tmp_path), policy, rendering, tools), []
+    while policy.script:
+        history += follow(history, "the sum") if history else [user("the sum of 12 and 7")]
+        await program.ask(history)
+        history = list(program.seen[-1])
     return program
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_session_turns_are_one_row_in_every_template(tmp_path, template):
+async def test_session_turns_are_one_row_in_every_template(tmp_path, template):
     call = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
     script = ["the sum is", f"<think>so 12</think>result: {call}", "19. ", "<think>no</think>and"]
     if template == "thinking_begun":
         script = [text if text.startswith("<think>") else f"so</think>{text}" for text in script]
         script = [text.removeprefix("<think>") for text in script]
-    program = run(tmp_path, template, script)
+    program = await run(tmp_path, template, script)
     check_trained_once(program.policy, program.session.tree)
     assert program.session.summary() | {"sampled": 0} == {
         "turns": 4, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1, "repeats": 0, "retries": 0, "forks": {},
@@ -84,44 +79,44 @@ def test_session_turns_are_one_row_in_every_template(tmp_path, template):
 
 
 @pytest.mark.parametrize("thinking", ["kept", "as_template"])
-def test_session_repeats_are_calls_made_again(tmp_path, thinking):
+async def test_session_repeats_are_calls_made_again(tmp_path, thinking):
     """Also where each history begins anew, and where the session is loaded; a text that comes again is none."""
     call = '<think>so</think><tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
-    program = run(tmp_path, "thinking_stripped", [call % 1, call % 1, call % 2, call % 1, "no", "no"], thinking)
+    program = await run(tmp_path, "thinking_stripped", [call % 1, call % 1, call % 2, call % 1, "no", "no"], thinking)
     assert [turn.repeats for turn in program.session.tree.turns] == [False, True, False, False, False, False]
     loaded = Session.load(program.session.store, program.session.state.id).summary()
     assert (loaded["tools"], loaded["tool_calls"], loaded["repeats"]) == (True, 4, 1)
-    without = run(tmp_path, "chatml", ["no"], tools=None)
+    without = await run(tmp_path, "chatml", ["no"], tools=None)
     assert not Session.load(without.session.store, without.session.state.id).summary()["tools"]
 
 
-def test_session_bridge_is_what_the_template_writes(tmp_path):
+async def test_session_bridge_is_what_the_template_writes(tmp_path):
     """Where a text is encoded as it was sampled, the bridged prompt is the template's own. Left out are templates that
     write a history otherwise than what a reply is sampled after.
     """
     changing = {"thinking_begun", "tools_in_last_user_message", "alternating", "no_generation_prompt"}
     for template in set(TEMPLATES) - changing:
-        program = run(tmp_path, template, [])
+        program = await run(tmp_path, template, [])
         rendering, tokenizer = program.rendering, program.rendering.tokenizer
         program.policy.split = lambda text, tokenizer=tokenizer: tokenizer.encode(text)
         program.policy.script = ["12", "19"]
         history = [user("sum")]
-        asyncio.run(program.ask(history))
+        await program.ask(history)
         history = [*program.seen[-1], user("and")]
-        asyncio.run(program.ask(history))
+        await program.ask(history)
         whole = rendering.prompt(history, ADD, {})
         if template != "no_generation_prompt":  # whose replies have no end of their own
             assert tokenizer.decode(program.policy.sampled[-1][0]) == tokenizer.decode(whole), template
 
 
-def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
+async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
     script = ["<think>so</think>19", "<think>no</think>7"]
-    program = run(tmp_path, "thinking_stripped", script, thinking="as_template")
+    program = await run(tmp_path, "thinking_stripped", script, thinking="as_template")
     check_trained_once(program.policy, program.session.tree)
     assert program.session.forks == {"thinking_stripped": 1}
     first, second = program.policy.sampled
     assert "so" not in program.rendering.tokenizer.decode(second[0])
-    kept = run(tmp_path, "thinking_kept", script, thinking="as_template")
+    kept = await run(tmp_path, "thinking_kept", script, thinking="as_template")
     assert len(list(kept.session.tree.leaves())) == 1 + (kept.session.forks == {"thinking_stripped": 1})
 
 
@@ -133,50 +128,46 @@ def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
         (lambda h: [h[0], h[-1]], "compaction"),
     ],
 )
-def test_session_changed_histories_fork_and_say_why(tmp_path, change, cause):
-    program = run(tmp_path, "chatml", ["the sum", "is", "19"])
-    asyncio.run(program.ask([*change(program.seen[-1]), user("and?")]))
+async def test_session_changed_histories_fork_and_say_why(tmp_path, change, cause):
+    program = await run(tmp_path, "chatml", ["the sum", "is", "19"])
+    await program.ask([*change(program.seen[-1]), user("and?")])
     check_trained_once(program.policy, program.session.tree)
     assert program.session.forks == {cause: 1}
 
 
-def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
+async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     call = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
-    program = run(tmp_path, "chatml", [call])
+    program = await run(tmp_path, "chatml", [call])
     history = program.seen[-1]
     [mine] = history[-1]["tool_calls"]
     same = {**mine, "id": "other", "function": {"name": "add", "arguments": '{"a":1, "b":2}'}}
     other = {**mine, "function": {"name": "add", "arguments": '{"a": 5}'}}
     for written in (same, other):
         changed = [*history[:-1], {**history[-1], "tool_calls": [written]}]
-        asyncio.run(program.ask([*changed, {"role": "tool", "content": "3", "tool_call_id": written["id"]}]))
+        await program.ask([*changed, {"role": "tool", "content": "3", "tool_call_id": written["id"]}])
     check_trained_once(program.policy, program.session.tree)
     assert program.session.forks == {"tool_call_changed": 1}
     assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
 
 
-def test_session_calls_that_cannot_be_read_stay_in_the_content(tmp_path):
-    program = run(tmp_path, "chatml", ['so <tool_call>\n{"name": "add", "argu', "19"])
+async def test_session_calls_that_cannot_be_read_stay_in_the_content(tmp_path):
+    program = await run(tmp_path, "chatml", ['so <tool_call>\n{"name": "add", "argu', "19"])
     assert program.seen[0][-1]["content"].startswith("so ") and '"argu' in program.seen[0][-1]["content"]
     assert len(list(program.session.tree.leaves())) == 1
 
 
-def test_session_branches_share_turns_that_are_trained_once(tmp_path):
-    program = run(tmp_path, "chatml", ["the sum", "is"])
+async def test_session_branches_share_turns_that_are_trained_once(tmp_path):
+    program = await run(tmp_path, "chatml", ["the sum", "is"])
     history = program.seen[0]
-
-    async def at_once():
-        await asyncio.gather(*(program.ask([*history, user("and?")]) for _ in range(3)))
-
-    asyncio.run(at_once())
+    await asyncio.gather(*(program.ask([*history, user("and?")]) for _ in range(3)))
     check_trained_once(program.policy, program.session.tree)
     leaves = list(program.session.tree.leaves())
     assert [len(leaf.turns) for leaf in leaves] == [2, 1, 1, 1] and not program.session.forks
 
 
 @pytest.mark.parametrize("prompt", ["text", "ids"])
-def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, prompt):
-    program = run(tmp_path, "chatml", [])
+async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, prompt):
+    program = await run(tmp_path, "chatml", [])
     tokenizer, policy = program.rendering.tokenizer, program.policy
     policy.script = ["the sum is", "19", "no"]
 
@@ -186,45 +177,45 @@ def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, prompt):
 
     first, then = "<|im_start|>user\n12 and 7", "<|im_end|>\n<|im_start|>user\n result: "
     if prompt == "text":
-        reply = asyncio.run(ask(first))
-        asyncio.run(ask(first + reply.content + then))
-        asyncio.run(ask(first + reply.content + "no end"))  # after a reply that had one: a history of its own
+        reply = await ask(first)
+        await ask(first + reply.content + then)
+        await ask(first + reply.content + "no end")  # after a reply that had one: a history of its own
     else:
         encode = tokenizer.encode
-        reply = asyncio.run(ask(encode(first)))
-        asyncio.run(ask(encode(first) + reply.tokens + encode(then)))
-        asyncio.run(ask(encode(first) + reply.tokens[:-1] + encode("no")))
+        reply = await ask(encode(first))
+        await ask(encode(first) + reply.tokens + encode(then))
+        await ask(encode(first) + reply.tokens[:-1] + encode("no"))
     check_trained_once(policy, program.session.tree)
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
 
 
-def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
-    program = run(tmp_path, "chatml", ["the sum", "<think>so</think>is"])
+async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
+    program = await run(tmp_path, "chatml", ["the sum", "<think>so</think>is"])
     session = program.session
     program.session = Session.load(session.store, session.state.id)
     assert program.session.rows() == session.rows()
     assert program.session.recorded(1) == session.recorded(1)
-    asyncio.run(program.ask([*program.seen[-1], user("and?")]))
+    await program.ask([*program.seen[-1], user("and?")])
     check_trained_once(program.policy, program.session.tree)
     assert program.session.summary()["rows"] == 1
 
 
-def test_session_limits_end_it_and_say_which(tmp_path):
+async def test_session_limits_end_it_and_say_which(tmp_path):
     tokenizer = chat_tokenizer()
     rendering, policy = Rendering(tokenizer), ScriptedPolicy(tokenizer, script=["the sum of 12 and 7 is 19"] * 9)
     for limits, end in ((Limits(turns=1), "turns"), (Limits(tokens=3), "tokens"), (Limits(seconds=1.0), "seconds")):
         program = Program(opened(tmp_path, limits=limits), policy, rendering)
         if end != "seconds":
             program.session.check()
-            assert len(asyncio.run(program.ask([user("sum")])).tokens) == 3 or end == "turns"
+            assert len((await program.ask([user("sum")])).tokens) == 3 or end == "turns"
         with pytest.raises(RequestError, match=f"its limit of .* {end}"):
             program.session.check()
         assert Session.load(program.session.store, program.session.state.id).state.end == end
     program = Program(opened(tmp_path, limits=Limits(context=20)), policy, rendering, tools=None)
-    reply = asyncio.run(program.ask([user("sum")]))
+    reply = await program.ask([user("sum")])
     assert len(reply.prompt) + len(reply.tokens) <= 20
     with pytest.raises(RequestError, match="the prompt has .* may have 20"):
-        asyncio.run(program.ask([*program.seen[-1], user("sum " * 20)]))
+        await program.ask([*program.seen[-1], user("sum " * 20)])
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -265,9 +256,9 @@ def test_session_trees_of_any_client_lose_and_double_nothing(tmp_path, data, tem
     check_trained_once(policy, Session.load(program.session.store, program.session.state.id).tree)
 
 
-def test_session_conversations_of_one_system_prompt_are_no_forks(tmp_path):
-    program = run(tmp_path, "chatml", [])
+async def test_session_conversations_of_one_system_prompt_are_no_forks(tmp_path):
+    program = await run(tmp_path, "chatml", [])
     system = {"role": "system", "content": "sum"}
     for text in ("12", "7"):
-        asyncio.run(program.ask([system, user(text)]))
+        await program.ask([system, user(text)])
     assert program.session.forks == {} and len(list(program.session.tree.leaves())) == 2
