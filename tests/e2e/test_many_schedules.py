@@ -4,7 +4,7 @@ import pytest
 
 from helpers.schedules import drawn, play
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("seed", range(60, 500))

@@ -18,7 +18,7 @@ from helpers.services import get, post
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.errors import EnvironmentFailure
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

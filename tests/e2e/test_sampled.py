@@ -15,8 +15,6 @@ from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
 from recipe.atropos.inference.client import SGLangClient
 
-pytestmark = pytest.mark.e2e
-
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
@@ -182,29 +180,24 @@ def test_text_encoded_again_is_posted_as_it_was_sampled(script, size, spans, mod
     assert env.report.counts["other_context"] == 0
 
 
-def test_openai_route_answers_as_before_and_is_counted(model_path, url):
+async def test_openai_route_answers_as_before_and_is_counted(model_path, url):
     """Evaluation has its own cache."""
     env = make(Scripted, model_path, url)
     messages = [{"role": "user", "content": "go"}]
     books = env._calls.caches
-
-    async def ask():
-        chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
-        longer = await env.server.chat_completion(messages=messages, extra_body={"min_tokens": 130}, split="eval")
-        assert longer.usage.completion_tokens > 130  # as OpenAI's default
-        plain = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, logprobs=True)
-        assert len(books["train"]) == 2
-        text = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, split="eval")
-        with_plain = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, logprobs=1, split="eval")
-        async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-            answer = await managed.chat_completion(messages=messages, max_tokens=5, split="eval")
-            turns = [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *messages]
-            await managed.chat_completion(messages=turns, max_tokens=5, split="eval")
-            assert len(managed.get_state()["nodes"]) == 1  # the second turn went on from the first
-        assert (len(books["train"]), len(books["eval"])) == (2, 4)
-        return chat, plain, text, with_plain
-
-    chat, plain, text, with_plain = asyncio.run(ask())
+    chat = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, extra_body={"ignore_eos": True})
+    longer = await env.server.chat_completion(messages=messages, extra_body={"min_tokens": 130}, split="eval")
+    assert longer.usage.completion_tokens > 130  # as OpenAI's default
+    plain = await env.server.chat_completion(messages=messages, n=2, max_tokens=9, logprobs=True)
+    assert len(books["train"]) == 2
+    text = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, split="eval")
+    with_plain = await env.server.completion(prompt="go", max_tokens=5, temperature=0.0, logprobs=1, split="eval")
+    async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+        answer = await managed.chat_completion(messages=messages, max_tokens=5, split="eval")
+        turns = [*messages, {"role": "assistant", "content": answer.choices[0].message.content}, *messages]
+        await managed.chat_completion(messages=turns, max_tokens=5, split="eval")
+        assert len(managed.get_state()["nodes"]) == 1  # the second turn went on from the first
+    assert (len(books["train"]), len(books["eval"])) == (2, 4)
     assert type(chat) is type(plain) and type(text) is type(with_plain)
     found = [(choice.index, choice.finish_reason, choice.message.role) for choice in chat.choices]
     assert found == [(0, "length", "assistant"), (1, "length", "assistant")]
@@ -215,21 +208,17 @@ def test_openai_route_answers_as_before_and_is_counted(model_path, url):
 
 
 @pytest.mark.parametrize("route", ["exact", "plain"])
-def test_aborted_samples_are_asked_for_again(route, model_path, url):
+async def test_aborted_samples_are_asked_for_again(route, model_path, url):
     env = make(Scripted, model_path, url)
     asked = {"n": 4, "max_tokens": 400, "extra_body": {"ignore_eos": True}, "logprobs": route == "plain"}
-
-    async def ask():
-        messages = [{"role": "user", "content": "go"}]
-        task = asyncio.create_task(env.server.chat_completion(messages=messages, **asked))
-        async with SGLangClient(url) as client:
-            while not task.done() and not env.report.counts["aborted_samples"]:
-                await asyncio.sleep(0.3)
-                await client.pause("abort")
-                await client.resume()
-        return await task
-
-    answer = asyncio.run(ask())
+    messages = [{"role": "user", "content": "go"}]
+    task = asyncio.create_task(env.server.chat_completion(messages=messages, **asked))
+    async with SGLangClient(url) as client:
+        while not task.done() and not env.report.counts["aborted_samples"]:
+            await asyncio.sleep(0.3)
+            await client.pause("abort")
+            await client.resume()
+    answer = await task
     assert env.report.counts["aborted_samples"] > 0
     assert [(c.index, c.finish_reason) for c in answer.choices] == [(i, "length") for i in range(4)]
     assert answer.usage.completion_tokens >= 400

@@ -26,83 +26,69 @@ def api(tmp_path):
         yield api
 
 
-def with_client(api, test, **options):
-    async def run():
-        async with TrajectoryApiClient(api.url, "s3cret", **options) as client:
-            await asyncio.wait_for(test(client), 60)
-
-    asyncio.run(run())
+@pytest.fixture
+async def client(api):
+    async with TrajectoryApiClient(api.url, "s3cret") as client, asyncio.timeout(60):
+        yield client
 
 
-def test_the_client_goes_through_a_run(api):
-    async def test(client):
-        answer = await client.register_env(ENVIRONMENT)
-        assert answer["status"] == "wait for trainer to start"
-        assert (await client.register(REGISTRATION, after=0, max_staleness=0))["epoch"] == 1
-        env_id = (await client.register_env(ENVIRONMENT))["env_id"]
-        assert (await client.info())["batch_size"] == 8
-        assert await client.batch(after=0, wait=0.1) is None
-        tickets = [await client.begin(env_id, 4) for _ in range(3)]
-        assert tickets[2] is None
-        waiting = asyncio.create_task(client.batch(after=0, wait=20))
-        await client.post_groups([group(2) | {"env_id": env_id}], tickets[1])
-        await client.release(tickets[0], "equal_scores")
-        last = await client.begin(env_id, 4, wait=5)
-        await client.post_groups([group(3) | {"env_id": env_id}], last)
-        number, groups = await waiting
-        assert (number, numbers(groups)) == (1, [2, 3])
-        for one in groups:
-            assert one.cut(one.tokens)[0].tolist() == [1, 2, 3] and one.cut(one.masks)[0].tolist() == [-100, -100, 3]
-            assert one.env_id == env_id and one.field("messages") is None
-            assert one.floats["inference_logprobs"].dtype == np.float32
-        assert numbers((await client.batch(after=0)).groups) == [2, 3]
-        await client.call("POST", "/commit", {"through": 1})
-        await client.call("POST", "/weights", {"through": 1})
-        assert await client.begin(env_id) is not None
-        assert (await client.status())["current_step"] == 1
-        assert (await client.status(env_id))["env_weight"] == 1.0
-        await client.disconnect_env(env_id)
-        assert (await client.diagnose())["queue"]["open_tickets"] == 0
-
-    with_client(api, test)
+async def test_the_client_goes_through_a_run(client):
+    answer = await client.register_env(ENVIRONMENT)
+    assert answer["status"] == "wait for trainer to start"
+    assert (await client.register(REGISTRATION, after=0, max_staleness=0))["epoch"] == 1
+    env_id = (await client.register_env(ENVIRONMENT))["env_id"]
+    assert (await client.info())["batch_size"] == 8
+    assert await client.batch(after=0, wait=0.1) is None
+    tickets = [await client.begin(env_id, 4) for _ in range(3)]
+    assert tickets[2] is None
+    waiting = asyncio.create_task(client.batch(after=0, wait=20))
+    await client.post_groups([group(2) | {"env_id": env_id}], tickets[1])
+    await client.release(tickets[0], "equal_scores")
+    last = await client.begin(env_id, 4, wait=5)
+    await client.post_groups([group(3) | {"env_id": env_id}], last)
+    number, groups = await waiting
+    assert (number, numbers(groups)) == (1, [2, 3])
+    for one in groups:
+        assert one.cut(one.tokens)[0].tolist() == [1, 2, 3] and one.cut(one.masks)[0].tolist() == [-100, -100, 3]
+        assert one.env_id == env_id and one.field("messages") is None
+        assert one.floats["inference_logprobs"].dtype == np.float32
+    assert numbers((await client.batch(after=0)).groups) == [2, 3]
+    await client.call("POST", "/commit", {"through": 1})
+    await client.call("POST", "/weights", {"through": 1})
+    assert await client.begin(env_id) is not None
+    assert (await client.status())["current_step"] == 1
+    assert (await client.status(env_id))["env_weight"] == 1.0
+    await client.disconnect_env(env_id)
+    assert (await client.diagnose())["queue"]["open_tickets"] == 0
 
 
-def test_the_client_tells_why_it_was_refused(api):
-    async def test(client):
-        await client.register(REGISTRATION, after=0)
-        with pytest.raises(TrajectoryApiError, match="a group of 9 sequences") as refused:
-            await client.post_groups([group(1, 9)])
-        assert (refused.value.status, refused.value.reason) == (422, "larger_than_batch")
-        for fields, reason in (
-            ({"scores": [float("nan")] * 4}, "nonfinite_scores"),
-            ({"masks": None}, "unequal_lengths"),
-        ):
-            with pytest.raises(RefusedGroup) as found:
-                await client.post_groups([group(1) | fields])
-            assert found.value.reason == reason
-        async with TrajectoryApiClient(api.url, "s3cret") as newer:
-            await newer.register(REGISTRATION, after=0)
-            with pytest.raises(TrajectoryApiError, match="registered later") as older:
-                await client.batch(after=0)
-            assert (older.value.status, older.value.answer["epoch"]) == (409, 2)
-        async with TrajectoryApiClient(api.url, "wrong") as stranger:
-            with pytest.raises(TrajectoryApiError, match="401"):
-                await stranger.status()
-
-    with_client(api, test)
+async def test_the_client_tells_why_it_was_refused(api, client):
+    await client.register(REGISTRATION, after=0)
+    with pytest.raises(TrajectoryApiError, match="a group of 9 sequences") as refused:
+        await client.post_groups([group(1, 9)])
+    assert (refused.value.status, refused.value.reason) == (422, "larger_than_batch")
+    for fields, reason in (
+        ({"scores": [float("nan")] * 4}, "nonfinite_scores"),
+        ({"masks": None}, "unequal_lengths"),
+    ):
+        with pytest.raises(RefusedGroup) as found:
+            await client.post_groups([group(1) | fields])
+        assert found.value.reason == reason
+    async with TrajectoryApiClient(api.url, "s3cret") as newer:
+        await newer.register(REGISTRATION, after=0)
+        with pytest.raises(TrajectoryApiError, match="registered later") as older:
+            await client.batch(after=0)
+        assert (older.value.status, older.value.answer["epoch"]) == (409, 2)
+    async with TrajectoryApiClient(api.url, "wrong") as stranger:
+        with pytest.raises(TrajectoryApiError, match="401"):
+            await stranger.status()
 
 
-def test_the_client_gives_up_with_a_reason(tmp_path):
-    async def test():
-        async with TrajectoryApiClient("http://127.0.0.1:9", retry_timeout=0.3) as client:
-            with pytest.raises(TrajectoryApiError, match="is the Trajectory API up") as error:
-                await client.status()
-            assert (error.value.status, error.value.reason) == (None, "api_unreachable")
-
-    asyncio.run(test())
-
-
-# ---------------------------------------------------------------------- what exists
+async def test_the_client_gives_up_with_a_reason():
+    async with TrajectoryApiClient("http://127.0.0.1:9", retry_timeout=0.3) as client:
+        with pytest.raises(TrajectoryApiError, match="is the Trajectory API up") as error:
+            await client.status()
+        assert (error.value.status, error.value.reason) == (None, "api_unreachable")
 
 
 TRAINER = """
@@ -133,29 +119,25 @@ def sft_generator(url, folder, tokenizer):
     return ["-m", "atroposlib.cli.sft", str(folder / "saved.jsonl"), "--api-url", url, *options]
 
 
-@pytest.mark.parametrize("client", [example_trainer, pytest.param(sft_generator, marks=pytest.mark.slow)])
-def test_a_stock_environment_and_stock_clients_run(client, api, model_path, tmp_path):
+@pytest.mark.parametrize("program", [example_trainer, pytest.param(sft_generator, marks=pytest.mark.slow)])
+async def test_a_stock_environment_and_stock_clients_run(program, api, model_path, tmp_path):
     """With the secret in the address, which is all that they are told."""
     url = f"{api.url}/s3cret"
-
-    async def run():
-        environment = stock_env(url, model_path)
-        manager = asyncio.create_task(environment.env_manager())
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *client(url, tmp_path, model_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        try:
-            output, _ = await asyncio.wait_for(process.communicate(), 100)
-        finally:
-            if process.returncode is None:
-                process.kill()
-            manager.cancel()
-            await asyncio.gather(manager, return_exceptions=True)
-        return process.returncode, output.decode()
-
-    status, output = asyncio.run(run())
-    assert status == 0, output
-    if client is sft_generator:
+    environment = stock_env(url, model_path)
+    manager = asyncio.create_task(environment.env_manager())
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *program(url, tmp_path, model_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), 100)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        manager.cancel()
+        await asyncio.gather(manager, return_exceptions=True)
+    output = output.decode()
+    assert process.returncode == 0, output
+    if program is sft_generator:
         saved = [json.loads(line) for line in (tmp_path / "saved.jsonl").read_text().splitlines()]
         assert len(saved) >= 6, output
     else:

@@ -12,6 +12,7 @@ import requests
 from helpers.disk import fill
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
@@ -35,11 +36,9 @@ def make_room(disk):
 
 def named(api, disk):
     """Wait until the server says that its disk is full."""
-    deadline = time.monotonic() + 10
-    while "store" not in (told := api.get("/diagnose"))["warnings"]:
-        assert time.monotonic() < deadline, told
-        time.sleep(0.05)
-    assert "full" in told["why"] and str(disk) in told["why"]
+    until(lambda: "store" in api.get("/diagnose")["warnings"], 10)
+    why = api.get("/diagnose")["why"]
+    assert "full" in why and str(disk) in why
 
 
 REQUESTS = {
@@ -56,8 +55,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("request_of_it", REQUESTS.values(), ids=REQUESTS)
 def test_what_must_be_stored_is_held(api, full_disk, request_of_it):
-    for number in (1, 2):
-        api.post("/scored_data", group(number))
+    api.post_groups(1, 2)
     assert api.batch("?after=0&wait=5") == [1, 2]
     api.ticket = api.post("/begin", {"env_id": api.environment})["ticket"]
     fill(full_disk)
@@ -85,25 +83,20 @@ def test_a_batch_is_not_sent_before_it_is_stored(api, full_disk, stock):
         subprocess.run(["rm", "-r", str(full_disk / "data")], check=True)
         api.start()
         api.register()
-    for number in (1, 2, 3):
-        api.post("/scored_data", group(number))
+    api.post_groups(1, 2, 3)
     fill(full_disk)
     for _ in range(2):
         begun = time.monotonic()
         assert api.batch(query) is None and time.monotonic() - begun < 10
         named(api, full_disk)
     make_room(full_disk)
-    deadline = time.monotonic() + 10
-    while (batch := api.batch(query)) is None:
-        assert time.monotonic() < deadline
-    assert batch == [1, 2] and api.get("/diagnose")["batches"]["last"] == 1
+    assert until(lambda: api.batch(query), 10) == [1, 2] and api.get("/diagnose")["batches"]["last"] == 1
 
 
 def test_a_reset_is_held_and_the_store_is_used_meanwhile(tmp_path, full_disk):
     with running_trajectory_api(tmp_path, "--data-dir", str(full_disk / "data")) as api:
         api.register()
-        for number in (1, 2, 3):
-            api.post("/scored_data", group(number))
+        api.post_groups(1, 2, 3)
         assert api.batch() == [1, 2]
         fill(full_disk)
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -134,41 +127,31 @@ def test_a_start_on_a_full_disk_says_so(tmp_path, full_disk, has_store):
     assert ended.returncode == 1 and str(full_disk) in line and "make room" in line
 
 
-# ---------------------------------------------------------------------- the clients
-
-
 @pytest.mark.slow
-def test_held_registrations_take_effect_once(api, full_disk):
+async def test_held_registrations_take_effect_once(api, full_disk):
     """The client repeats them, since it gets no answer; a full disk is not taken for a server that is down."""
-
-    async def run():
-        async with TrajectoryApiClient(api.url, retry_timeout=1, timeout=0.5, held=60) as client:
-            for call in (client.register_env(ENVIRONMENT), client.register(REGISTRATION, after=0)):
-                fill(full_disk)
-                before, held = client.again, asyncio.create_task(call)
-                await asyncio.sleep(3)
-                assert client.again >= before + 2 and not held.done()
-                make_room(full_disk)
-                answer = await held
-                if "env_id" in answer:
-                    lines = (await client.diagnose())["environments"]
-                    assert [line["env_id"] for line in lines] == [api.environment, answer["env_id"]]
-            assert (await client.diagnose())["trainer"]["epoch"] == answer["epoch"] == client.epoch
-            assert await client.batch(after=0, wait=0) is None, "its epoch is the newest"
-
-    asyncio.run(asyncio.wait_for(run(), 60))
-
-
-def test_a_disk_that_stays_full_is_named_in_the_end(api, full_disk):
-    async def run():
-        async with TrajectoryApiClient(api.url, retry_timeout=0.5, timeout=0.5, held=4) as client:
-            ticket = await client.begin(api.environment)
+    async with TrajectoryApiClient(api.url, retry_timeout=1, timeout=0.5, held=60) as client:
+        for call in (client.register_env(ENVIRONMENT), client.register(REGISTRATION, after=0)):
             fill(full_disk)
-            with pytest.raises(TrajectoryApiError, match="it cannot store: .*full; make room"):
-                await client.release(ticket, "x")
+            before, held = client.again, asyncio.create_task(call)
+            await asyncio.sleep(3)
+            assert client.again >= before + 2 and not held.done()
+            make_room(full_disk)
+            answer = await held
+            if "env_id" in answer:
+                lines = (await client.diagnose())["environments"]
+                assert [line["env_id"] for line in lines] == [api.environment, answer["env_id"]]
+        assert (await client.diagnose())["trainer"]["epoch"] == answer["epoch"] == client.epoch
+        assert await client.batch(after=0, wait=0) is None, "its epoch is the newest"
 
+
+async def test_a_disk_that_stays_full_is_named_in_the_end(api, full_disk):
     begun = time.monotonic()
-    asyncio.run(asyncio.wait_for(run(), 60))
+    async with TrajectoryApiClient(api.url, retry_timeout=0.5, timeout=0.5, held=4) as client:
+        ticket = await client.begin(api.environment)
+        fill(full_disk)
+        with pytest.raises(TrajectoryApiError, match="it cannot store: .*full; make room"):
+            await client.release(ticket, "x")
     assert 3 < time.monotonic() - begun < 20
 
 
@@ -179,11 +162,9 @@ def test_the_trainer_waits_for_room_as_for_a_batch(api, full_disk, room):
     times = {"retry_attempts": 2, "retry_delay": 0.1, "timeout": 0.5, "max_wait_time": 30 if room else 6}
     config, registration = DataSourceConfig(api.url, **times), Registration(**REGISTRATION)
     with DataSource(config, registration) as source, concurrent.futures.ThreadPoolExecutor() as pool:
-        for number in (1, 2):
-            api.post("/scored_data", group(number))
+        api.post_groups(1, 2)
         assert source.next_batch().number == 1
-        for number in (3, 4):
-            api.post("/scored_data", group(number))
+        api.post_groups(3, 4)
         fill(full_disk)
         waiting = pool.submit(source.commit, 1)
         named(api, full_disk)

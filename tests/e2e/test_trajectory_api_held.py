@@ -39,16 +39,12 @@ def all_batches(api):
     return found
 
 
-def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path):
+async def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path):
     """Nobody takes batches, and its posts are answered all the same; none is sent again or lost."""
-
-    async def run(api):
-        async with stock_environment(api, model_path):
-            await received(api, 8)
-
     with running_trajectory_api(tmp_path, "--queue-tokens", "1", "--hold-seconds", "1") as api:
         api.register(batch_size=4)
-        asyncio.run(run(api))
+        async with stock_environment(api, model_path):
+            await received(api, 8)
         counts = api.get("/diagnose")["counts"]
         found = all_batches(api)
     assert not [name for name in counts if name.startswith(("repeated", "refused"))]
@@ -56,8 +52,9 @@ def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path):
 
 
 @pytest.mark.slow
-def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_path):
-    async def run(api):
+async def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_path):
+    with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
+        api.register(batch_size=4)
         async with stock_environment(api, model_path):
             await received(api, 2)
             await asyncio.sleep(1)
@@ -68,7 +65,3 @@ def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_pat
             for groups in (4, 6):
                 assert len(await asyncio.to_thread(api.batch)) == 2
                 await received(api, groups)
-
-    with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
-        api.register(batch_size=4)
-        asyncio.run(run(api))
