@@ -1,16 +1,13 @@
 """verl's fused kernels, which compute logprobs without a micro-batch's logits: updates are those of plain autograd."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers.sglang import make_tiny_model
-from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
+from helpers.trainer import compose_config, model_vocab, pushed_weights, random_group, running, update
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
@@ -24,29 +21,26 @@ def model_path(tmp_path):
 
 @pytest.fixture
 def trainer(model_path, tmp_path):
-    trainer = started(
-        compose_config(
-            f"actor_rollout_ref.model.path={model_path}",
-            "actor_rollout_ref.model.use_fused_kernels=true",
-            f"run.dir={tmp_path}",
-            "data.train_batch_size=4",
-            "actor_rollout_ref.rollout.n=4",
-            "algorithm.rollout_correction.rollout_is=null",
-            "actor_rollout_ref.actor.optim.optimizer=SGD",
-            "actor_rollout_ref.actor.optim.lr=1",
-            "actor_rollout_ref.actor.optim.weight_decay=0",
-            "actor_rollout_ref.actor.optim.clip_grad=1e9",
-            "inference.urls=[]",  # a push then only writes the weights
-        )
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        "actor_rollout_ref.model.use_fused_kernels=true",
+        f"run.dir={tmp_path}",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "algorithm.rollout_correction.rollout_is=null",
+        "actor_rollout_ref.actor.optim.optimizer=SGD",
+        "actor_rollout_ref.actor.optim.lr=1",
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+        "actor_rollout_ref.actor.optim.clip_grad=1e9",
+        "inference.urls=[]",  # a push then only writes the weights
     )
-    yield trainer
-    close(trainer)
+    with running(config) as trainer:
+        yield trainer
 
 
 def pushed(trainer, step):
     ray.get(trainer.actor.update_weights(step, []))
-    folder = Path(trainer.config.run.dir, "weights", f"version_{step}")
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return pushed_weights(trainer.config.run.dir, step)
 
 
 def response_logprobs(model, batch, row):
@@ -63,10 +57,7 @@ def test_update_with_fused_kernels_is_the_plain_one(trainer, model_path):
     groups = [random_group(rng, model_vocab(model_path), turns=2, prompt=10) for _ in range(4)]
     batch, _ = groups_to_data_proto(groups, trainer.limits)
     before = pushed(trainer, 1)
-    begin_step(trainer, batch, step=1)
-    trainer._compute_log_probs(batch)
-    trainer._compute_advantages(batch)
-    trainer._update_actor(batch)
+    update(trainer, batch, step=1)
     after = pushed(trainer, 2)
 
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

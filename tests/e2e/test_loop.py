@@ -18,9 +18,19 @@ from safetensors import safe_open
 from helpers.checksums import assert_serves
 from helpers.export import assert_export_is_what_is_served
 from helpers.services import get, post, running_api
-from helpers.sglang import make_tiny_model, running_sglang
-from helpers.trainer import CPU_OVERRIDES, begin_step, close, compose_config, model_vocab, random_group, started
+from helpers.sglang import PROMPTS, call, make_tiny_model, running_sglang, sampled_groups
+from helpers.trainer import (
+    CPU_OVERRIDES,
+    begin_step,
+    compose_config,
+    model_vocab,
+    pushed_weights,
+    random_group,
+    running,
+    update,
+)
 from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos import ray_trainer
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.demo.random_models import CHAT_TEMPLATE
@@ -35,8 +45,6 @@ from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 
-PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
-
 
 def make_trainer(model_path, server, api_url, run_dir, *overrides):
     config = compose_config(
@@ -50,57 +58,24 @@ def make_trainer(model_path, server, api_url, run_dir, *overrides):
         "actor_rollout_ref.actor.optim.lr=1e-3",
         *overrides,
     )
-    return started(config)
-
-
-def ask(server, **fields):
-    """Replies of the server, a list over prompts times n."""
-
-    async def call():
-        async with SGLangClient(server) as client:
-            return await client.generate(**fields)
-
-    return asyncio.run(call())
+    return running(config)
 
 
 def greedy(server):
     parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    return [reply["output_ids"] for reply in ask(server, input_ids=PROMPTS, sampling_params=parameters)]
+    replies = call(server, lambda client: client.generate(input_ids=PROMPTS, sampling_params=parameters))
+    return [reply["output_ids"] for reply in replies]
 
 
-def sampled_groups(server, n=4):
-    """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
-    parameters = {"temperature": 1.0, "max_new_tokens": 16, "n": n}
-    groups = []
-    for prompt in PROMPTS:
-        replies = [
-            r["meta_info"]["output_token_logprobs"] for r in ask(server, input_ids=prompt, sampling_params=parameters)
-        ]
-        outputs = [[token for _, token, _ in reply] for reply in replies]
-        groups.append(
-            {
-                "tokens": [prompt + output for output in outputs],
-                "masks": [[-100] * len(prompt) + output for output in outputs],
-                "inference_logprobs": [[1.0] * len(prompt) + [lp for lp, *_ in reply] for reply in replies],
-                "scores": [float(i % 2) for i in range(n)],
-            }
-        )
-    return groups
-
-
-def pushed_weights(run_dir, version):
-    tensors = {}
-    for file in sorted(Path(run_dir, "weights", f"version_{version}").glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    return tensors
+def version_of(server):
+    return call(server, SGLangClient.weight_version)
 
 
 @pytest.mark.parametrize(("transport", "strategy", "world"), [("tensor", "fsdp", 2), ("distributed", "fsdp2", 2)])
 @pytest.mark.slow
 def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path, transport, strategy, world):
     """Compared tensor by tensor, and by what engine and trainer make of them."""
-    trainer = make_trainer(
+    with make_trainer(
         model_path,
         server,
         "http://127.0.0.1:1",
@@ -108,16 +83,13 @@ def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path,
         f"actor_rollout_ref.actor.strategy={strategy}",
         f"trainer.n_gpus_per_node={world}",
         f"trainer.atropos.weight_sync.transport={transport}",
-    )
-    try:
+    ) as trainer:
         probe = Probe(trainer.checkpoint_manager.fleet, model_vocab(model_path), "float32", 1.0)
         for version in (100, 101):
             metrics = trainer.checkpoint_manager.update_weights(version)
             assert metrics["weight_sync/version"] == version
             assert_serves(server, model_path)
             assert probe.verify(version, [server], trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
-    finally:
-        close(trainer)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +107,14 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
 
     An export answers in transformers as the server does, token for token.
     """
-    trainer = make_trainer(
+    with make_trainer(
         model_path,
         server,
         "http://127.0.0.1:1",
         tmp_path,
         f"actor_rollout_ref.actor.strategy={strategy}",
         f"trainer.n_gpus_per_node={world}",
-    )
-    try:
+    ) as trainer:
         trainer.checkpoint_manager.update_weights(100)
         with safe_open(model_path / "model.safetensors", framework="pt") as opened:
             base = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -165,29 +136,21 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
             assert gap > 1e-3, "the update moved the policy away from its samples"
             trainer.checkpoint_manager.update_weights(version)
         assert trainer.checkpoint_manager.version == 102
-        assert asyncio.run(version_of(server)) == "102"
+        assert version_of(server) == "102"
         assert greedy(server) != before
         assert not all(
             torch.equal(a, b) for a, b in zip(pushed_weights(tmp_path, 102).values(), base.values(), strict=True)
         )
         assert [p.name for p in (tmp_path / "weights").iterdir()] == ["version_102"], "old versions are removed"
         assert_export_is_what_is_served(trainer, server, pushed_weights(tmp_path, 102), tmp_path / "exported")
-    finally:
-        close(trainer)
-
-
-async def version_of(server):
-    async with SGLangClient(server) as client:
-        return await client.weight_version()
 
 
 @pytest.fixture(scope="module")
 def probing(model_path, server, tmp_path_factory):
     """A trainer that probes what it has pushed."""
     verify = "trainer.atropos.weight_sync.verify=probe"
-    trainer = make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path_factory.mktemp("probing"), verify)
-    yield trainer
-    close(trainer)
+    with make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path_factory.mktemp("probing"), verify) as trainer:
+        yield trainer
 
 
 def test_a_push_that_fails_raises_and_the_version_in_force_stays(probing, server, tmp_path):
@@ -198,10 +161,10 @@ def test_a_push_that_fails_raises_and_the_version_in_force_stays(probing, server
     with pytest.raises(Exception, match="weights"):
         probing.checkpoint_manager.update_weights(8)
     assert probing.checkpoint_manager.version == 7
-    assert asyncio.run(version_of(server)) == "7"
+    assert version_of(server) == "7"
     folder.unlink()
     probing.checkpoint_manager.update_weights(8)
-    assert asyncio.run(version_of(server)) == "8"
+    assert version_of(server) == "8"
 
 
 def test_probe_catches_other_weights_and_older_keys(probing, model_path, server, tmp_path):
@@ -212,7 +175,8 @@ def test_probe_catches_other_weights_and_older_keys(probing, model_path, server,
     older, newer = tmp_path / "older", weights / "version_12"
     assert manager.update_weights(11)["weight_sync/probe_gap"] < 1e-4
     shutil.copytree(weights / "version_11", older)
-    update_once(probing, sampled_groups(server))
+    batch, _ = groups_to_data_proto(sampled_groups(server), probing.limits, probing.mini_batch_size)
+    update(probing, batch, step=1)  # large enough to be seen
     assert manager.update_weights(12)["weight_sync/probe_gap"] < 1e-4
 
     asyncio.run(load(server, older, "13", flush_cache=True))
@@ -224,7 +188,7 @@ def test_probe_catches_other_weights_and_older_keys(probing, model_path, server,
     asyncio.run(load(server, newer, "14", flush_cache=False))
     with pytest.raises(WeightPushError, match="or with keys of older ones"):
         manager.verify(14, [server])
-    assert asyncio.run(version_of(server)) == "14" and manager.version == 12
+    assert version_of(server) == "14" and manager.version == 12
 
     manager.update_weights(15)  # a whole push fixes it, and lets the server go on
     assert manager.version == 15 and greedy(server)
@@ -238,44 +202,28 @@ async def load(server, folder, version, flush_cache, resume=False):
             await client.resume()
 
 
-def update_once(trainer, groups):
-    """One update, large enough to be seen."""
-    batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-    begin_step(trainer, batch, step=1)
-    trainer._compute_log_probs(batch)
-    trainer._compute_advantages(batch)
-    trainer._update_actor(batch)
-
-
 def fit(model_path, server, run_dir, folder, groups, *overrides):
     """A whole ``fit`` on ``groups``, posted in their order; returns the trainer's last pushed weights.
 
     ``groups`` may be an iterator that takes its time.
     """
     folder.mkdir()
-    with running_api(folder) as api:
-        trainer = make_trainer(model_path, server, api.url, run_dir, *overrides)
+    with running_api(folder) as api, make_trainer(model_path, server, api.url, run_dir, *overrides) as trainer:
         fit_on(trainer, groups)
     return pushed_weights(run_dir, trainer.global_steps), trainer
 
 
 def fit_on(trainer, groups):
-    """``fit``, with ``groups`` posted from its registration on; the trainer is closed."""
+    """``fit``, with ``groups`` posted from its registration on."""
     url = trainer.config.trainer.atropos.api_url
-    try:
-        poster = threading.Thread(target=_post_when_registered, args=(url, groups), daemon=True)
-        poster.start()
-        trainer.fit()
-        poster.join(10)
-    finally:
-        close(trainer)
+    poster = threading.Thread(target=_post_when_registered, args=(url, groups), daemon=True)
+    poster.start()
+    trainer.fit()
+    poster.join(10)
 
 
 def _post_when_registered(url, groups):
-    deadline = time.monotonic() + 200
-    while get(f"{url}/info")["batch_size"] == -1:
-        assert time.monotonic() < deadline, "no trainer registers"
-        time.sleep(0.1)
+    until(lambda: get(f"{url}/info")["batch_size"] != -1, 200, told=lambda: "no trainer registers")
     for item in groups:
         post(f"{url}/scored_data", item)
 
@@ -359,26 +307,28 @@ def test_trainer_killed_before_a_push_leaves_no_wrong_sample(model_path, server,
             assert first.process.wait(120) == -signal.SIGKILL, first.tail()
         finally:
             first.stop(grace=1)
-        assert asyncio.run(version_of(server)) == "3" and (run / "checkpoints/global_step_2").exists()
+        assert version_of(server) == "3" and (run / "checkpoints/global_step_2").exists()
         for group in stamped(server, [3]):
             post(f"{api.url}/scored_data", group)
 
-        trainer = make_trainer(model_path, server, api.url, run, *options)
-        fit_on(trainer, stamped(server, [2, 3]))
+        with make_trainer(model_path, server, api.url, run, *options) as trainer:
+            fit_on(trainer, stamped(server, [2, 3]))
     lines = {line["step"]: line for line in read_metrics(run)}
     assert lines[3]["atropos/dropped/future_version"] == 8 and "atropos/dropped/future_version" not in lines[4]
     assert all(lines[step]["atropos/logprob_diff/max"] < 1e-4 for step in (1, 2, 3, 4)), "each by its own weights"
     assert all(lines[step]["atropos/staleness/max"] == 0 for step in (1, 2, 3, 4))
-    assert asyncio.run(version_of(server)) == "4" and trainer.record.totals.dropped == {"future_version": 8}
+    assert version_of(server) == "4" and trainer.record.totals.dropped == {"future_version": 8}
+
+
+def serves(server, version):
+    """Wait until the server has these weights."""
+    until(lambda: version_of(server) == str(version), told=lambda: f"never served version {version}")
 
 
 def stamped(server, versions):
     """Two groups sampled by each of these versions, as soon as the server has it, with that version on them."""
     for version in versions:
-        deadline = time.monotonic() + 60
-        while asyncio.run(version_of(server)) != str(version):
-            assert time.monotonic() < deadline, f"the server never served version {version}"
-            time.sleep(0.05)
+        serves(server, version)
         for group in sampled_groups(server)[:2]:
             known = dict.fromkeys(("policy_version_min", "policy_version_max"), [version] * len(group["tokens"]))
             yield group | {"group_overrides": known}
@@ -388,10 +338,7 @@ def samples(server, steps, fresh):
     """Two groups a step: sampled from each step's own weights, or all from those of version 0."""
     for version in range(steps):
         if fresh or version == 0:
-            deadline = time.monotonic() + 60
-            while asyncio.run(version_of(server)) != str(version):
-                assert time.monotonic() < deadline, f"the server never served version {version}"
-                time.sleep(0.05)
+            serves(server, version)
             groups = sampled_groups(server)[:2]
         yield from groups
 
@@ -446,7 +393,7 @@ def sampling(url, server, has_policys_tokenizer):
             ticket = post(f"{url}/begin", {"env_id": env, "sequences": 4, "held": [], "wait": 1})["ticket"]
             if ticket is None:
                 continue
-            versions = [int(asyncio.run(version_of(server)))] * 4
+            versions = [int(version_of(server))] * 4
             known = {"env_name": "maths", "policy_version_min": versions, "policy_version_max": versions}
             group = sampled_groups(server)[0] | {"env_id": env, "group_overrides": known}
             if not has_policys_tokenizer(1 + posted // 2):
@@ -469,11 +416,8 @@ def test_empty_batches_between_rare_pushes_stop_no_run(model_path, server, tmp_p
     options = ["trainer.atropos.weight_sync.every=2", "trainer.atropos.max_staleness=1"]
     options += ["trainer.total_training_steps=4", "trainer.save_freq=-1"]
     with running_trajectory_api(tmp_path) as api, sampling(api.url, server, {4, 6, 9, 10}.__contains__):
-        trainer = make_trainer(model_path, server, api.url, tmp_path / "run", *options)
-        try:
+        with make_trainer(model_path, server, api.url, tmp_path / "run", *options) as trainer:
             trainer.fit()
-        finally:
-            close(trainer)
         known = api.get("/diagnose")
     lines = read_metrics(tmp_path / "run")
     assert [line["atropos/batch"] for line in lines] == [4, 6, 9, 10]
@@ -482,7 +426,7 @@ def test_empty_batches_between_rare_pushes_stop_no_run(model_path, server, tmp_p
     assert known["trainer"]["weights_through"] == 10
     assert max(line["atropos/staleness/max"] for line in lines) == 1 and known["counts"]["empty_batches"] == 6
     assert trainer.record.totals.dropped == {"foreign_tokens": 48} and trainer.record.totals.empty_batches == 6
-    assert asyncio.run(version_of(server)) == "4"
+    assert version_of(server) == "4"
 
 
 @pytest.mark.slow
@@ -490,11 +434,8 @@ def test_empty_batches_from_the_first_end_with_their_reasons(model_path, server,
     """Long before ``max_wait_time``, though no weights are pushed."""
     options = ["trainer.atropos.max_empty_batches=3", "trainer.atropos.max_staleness=0"]
     with running_trajectory_api(tmp_path) as api, sampling(api.url, server, lambda batch: False):
-        trainer = make_trainer(model_path, server, api.url, tmp_path / "run", *options)
-        try:
+        with make_trainer(model_path, server, api.url, tmp_path / "run", *options) as trainer:
             with pytest.raises(NothingToTrain, match="max_empty_batches=3 .*: maths: foreign_tokens 24"):
                 trainer.fit()
-        finally:
-            close(trainer)
         assert api.get("/diagnose")["counts"]["empty_batches"] == 3
     assert read_metrics(tmp_path / "run") == []

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from helpers.export import assert_export_is_what_is_served
 from helpers.lora import ALPHA, RANK, make_trainer, scored_batch, update
-from helpers.trainer import close
+from helpers.trainer import close, pushed_weights
 from recipe.atropos.verl_ext.engines import PushedWeights
 
 pytestmark = pytest.mark.timeout(180)
@@ -106,17 +106,12 @@ def run(request, model_path, server, cluster, tmp_path_factory):
                 run.moved[step] = change[run.batches[step].batch["response_mask"].bool()].max().item()
             run.saved[step] = saved(trainer, folder / f"before_push_{step}")
             trainer.checkpoint_manager.update_weights(step)
-            run.pushed[step] = load_pushed(folder, step)
+            run.pushed[step] = pushed_weights(folder, step)
             run.alone[step] = adapter_alone(trainer)
             run.batches[step + 1], run.engine_worker_gap[step] = scored_batch(trainer, server, step + 1)
         yield run
     finally:
         close(trainer)
-
-
-def load_pushed(folder, version):
-    files = sorted(Path(folder, "weights", f"version_{version}").glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def test_before_any_update_the_base_model_is_pushed_bit_for_bit(run, base):
@@ -209,7 +204,7 @@ def test_lora_reference_policy_is_the_base_model(run, model_path):
 def test_export_answers_as_the_server_does(run, server):
     """Of an adapter on any number of ranks, merged, in transformers."""
     run.trainer.checkpoint_manager.update_weights(100)
-    pushed = load_pushed(run.folder, 100)
+    pushed = pushed_weights(run.folder, 100)
     assert_export_is_what_is_served(run.trainer, server, pushed, run.folder / "exported")
 
 
@@ -229,7 +224,7 @@ def test_lora_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, model_path, 
             update(trainer, run.batches[3], 3)
             trainer.actor.log_probs(run.batches[3])
             trainer.checkpoint_manager.update_weights(3)
-            pushed.append(load_pushed(trainer.config.run.dir, 3))
+            pushed.append(pushed_weights(trainer.config.run.dir, 3))
             update(trainer, run.batches[3], 4)
             ends.append(saved(trainer, run.folder / f"end_{len(ends)}"))
         assert same(*pushed) and not same(pushed[0], run.pushed[2])

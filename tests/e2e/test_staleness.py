@@ -3,7 +3,6 @@
 import contextlib
 import re
 import sys
-import time
 
 import numpy as np
 import orjson
@@ -16,8 +15,9 @@ from helpers.environments.length_env import LONG, SHORT, answer_length
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get, running_api
 from helpers.sglang import call
-from helpers.trainer import close, compose_config, started
+from helpers.trainer import compose_config, running
 from helpers.trajectory_api import running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import start_service
@@ -72,11 +72,8 @@ def train(model_path, server, folder, api, max_staleness, *program, steps=STEPS)
     )
     with environment(model_path, server, folder, api.url, *program):
         config.trainer.atropos.api_url = api.url
-        trainer = started(config)
-        try:
+        with running(config) as trainer:
             trainer.fit()
-        finally:
-            close(trainer)
     items = []
     for step in range(1, steps + 1):
         rows = [orjson.loads(line) for line in (folder / f"run/rollouts/{step}.jsonl").read_bytes().splitlines()]
@@ -102,10 +99,7 @@ def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server
     with running_trajectory_api(tmp_path) as api, environment(model_path, server, tmp_path, api.url):
         trainer = ScriptedTrainer(api.url, GROUPS * SIZE, max_staleness, max_token_len=2048)
         for step in range(1, STEPS + 1):
-            deadline = time.monotonic() + 90
-            while (groups := trainer.groups()) is None:
-                assert time.monotonic() < deadline, get(f"{api.url}/diagnose")["why"]
-                time.sleep(0.05)
+            groups = until(trainer.groups, 90, told=lambda: get(f"{api.url}/diagnose")["why"])
             items = [item_of(tokenizer, group) for group in groups]
             assert sorted(items) == [*range((step - 1) * GROUPS, step * GROUPS)], f"step {step}"
             for item, group in zip(items, groups, strict=True):

@@ -7,19 +7,17 @@ the gradient is the sum of ``coefficient * grad log p(token)`` over plain transf
 import math
 import statistics
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_kl_controller
 from verl.utils.config import omega_conf_to_dataclass
 
-from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
+from helpers.trainer import begin_step, compose_config, model_vocab, pushed_weights, random_group, running
 from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.algorithm.off_policy import _rewards_on
 from recipe.atropos.data.data_proto import groups_to_data_proto
@@ -49,12 +47,11 @@ def trainer(request, model_path, tmp_path_factory):
         "actor_rollout_ref.actor.optim.clip_grad=1e9",
         "inference.urls=[]",  # a push then only writes the weights
     )
-    trainer = started(config)
-    trainer.defaults = config.algorithm.copy()
-    trainer.start = str(tmp_path_factory.mktemp("start"))
-    trainer.actor.save_checkpoint(trainer.start)
-    yield trainer
-    close(trainer)
+    with running(config) as trainer:
+        trainer.defaults = config.algorithm.copy()
+        trainer.start = str(tmp_path_factory.mktemp("start"))
+        trainer.actor.save_checkpoint(trainer.start)
+        yield trainer
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +114,7 @@ class Update:
     @staticmethod
     def _weights(trainer):
         ray.get(trainer.actor.update_weights(1, []))
-        folder = Path(trainer.config.run.dir, "weights", "version_1")
-        return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+        return pushed_weights(trainer.config.run.dir, 1)
 
 
 class Tokens:

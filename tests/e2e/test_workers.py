@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.losses import ppo_loss
 
-from helpers.trainer import begin_step, close, compose_config, model_vocab, random_group, started
+from helpers.trainer import begin_step, compose_config, model_vocab, random_group, running, update
 from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.sampling import SamplingCheck
@@ -48,9 +48,8 @@ def trainer(request, model_path, tmp_path_factory):
         "actor_rollout_ref.actor.optim.lr=0",  # updates that leave the weights: each test starts from the same ones
         "actor_rollout_ref.actor.optim.weight_decay=0",
     )
-    trainer = started(config)
-    yield trainer
-    close(trainer)
+    with running(config) as trainer:
+        yield trainer
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +67,16 @@ def token_logprobs(model, row):
     logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
     start = len(row.prompt)
     return logprobs[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]]
+
+
+def assert_logprobs(found, plain, rows):
+    """``found``, (B, R), has the logprobs of the rows' trained tokens by plain transformers."""
+    for values, row in zip(found[: len(rows)], rows, strict=True):
+        mask = torch.from_numpy(row.mask)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                values[: len(row.response)][mask], token_logprobs(plain, row)[mask], atol=1e-4, rtol=0
+            )
 
 
 def a_batch(trainer, model_path, turns, seed):
@@ -99,11 +108,7 @@ def test_worker_logprobs_are_those_of_transformers(trainer, plain, model_path, t
     batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)
     batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
     result, _ = trainer.actor.log_probs(batch)
-    for i, row in enumerate(rows):
-        mask = torch.from_numpy(row.mask)
-        ours = result["old_log_probs"][i, : len(row.response)][mask]
-        with torch.no_grad():
-            torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+    assert_logprobs(result["old_log_probs"], plain, rows)
 
 
 def plain_loss(model, rows, advantages, mode, scale):
@@ -123,6 +128,19 @@ def plain_loss(model, rows, advantages, mode, scale):
     return sum(sums) / len(rows) / (scale if mode == "seq-mean-token-sum-norm" else 1)
 
 
+def assert_updated(trainer, plain, rows, batch, mode):
+    """The loss and the norm of the gradient that the trainer reports are the plain ones.
+
+    With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
+    """
+    plain.zero_grad()
+    loss = plain_loss(plain, rows, batch.batch["advantages"], mode, trainer.config.data.max_response_length)
+    loss.backward()
+    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
+    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
+    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
@@ -136,19 +154,9 @@ def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_pat
     rows, _ = read_groups(groups, trainer.limits)
     batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
     assert (len(rows), report.padding_rows) == (9, 7)
-    begin_step(trainer, batch, step=1)
-    trainer._compute_log_probs(batch)
-    trainer._compute_advantages(batch)
-    trainer._update_actor(batch)
-
-    plain.zero_grad()
-    loss = plain_loss(plain, rows, batch.batch["advantages"], mode, trainer.config.data.max_response_length)
-    loss.backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
-    assert norm > 1e-4
-    # With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
-    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
-    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    update(trainer, batch, step=1)
+    assert_updated(trainer, plain, rows, batch, mode)
+    assert trainer.metrics["actor/grad_norm"] > 1e-4
 
 
 def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path):
@@ -172,22 +180,13 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
     config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
     trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
     trainer._compute_log_probs(batch)
-    for i, row in enumerate(rows):
-        mask = torch.from_numpy(row.mask)
-        ours = batch.batch["old_log_probs"][i, : len(row.response)][mask]
-        with torch.no_grad():
-            torch.testing.assert_close(ours, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
+    assert_logprobs(batch.batch["old_log_probs"], plain, rows)
     trainer._raise_alarms()
     assert trainer.metrics["atropos/alarms/logprob_difference"] > 0.1
 
     trainer._compute_advantages(batch)
     trainer._update_actor(batch)
-    plain.zero_grad()
-    loss = plain_loss(plain, rows, batch.batch["advantages"], "token-mean", None)
-    loss.backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
-    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
-    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    assert_updated(trainer, plain, rows, batch, "token-mean")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -200,8 +199,7 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.optim.lr=1e-2",
     )
-    trainer = started(config)
-    try:
+    with running(config) as trainer:
         groups = a_batch(trainer, model_path, turns=2, seed=3)
         rows, _ = read_groups(groups, trainer.limits)
         for step in (1, 2):
@@ -211,15 +209,10 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
             trainer._compute_reference_log_probs(batch)
             trainer._compute_advantages(batch)
             trainer._update_actor(batch)
-        for i, row in enumerate(rows):
-            mask = torch.from_numpy(row.mask)
-            reference = batch.batch["ref_log_prob"][i, : len(row.response)][mask]
-            with torch.no_grad():
-                torch.testing.assert_close(reference, token_logprobs(plain, row)[mask], atol=1e-4, rtol=0)
-            assert (batch.batch["old_log_probs"][i, : len(row.response)][mask] - reference).abs().max() > 1e-3
+        assert_logprobs(batch.batch["ref_log_prob"], plain, rows)
+        moved = (batch.batch["old_log_probs"] - batch.batch["ref_log_prob"]).abs() * batch.batch["response_mask"]
+        assert (moved[: len(rows)].amax(-1) > 1e-3).all()
         assert trainer.metrics["actor/kl_loss"] > 1e-4
-    finally:
-        close(trainer)
 
 
 def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, monkeypatch):

@@ -1,14 +1,12 @@
 """A trainer with a LoRA adapter, and its steps one by one."""
 
-import asyncio
 from copy import deepcopy
 
+from helpers.sglang import sampled_groups
 from helpers.trainer import begin_step, compose_config, started
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.inference.client import SGLangClient
 
 RANK, ALPHA = 8, 32
-PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
 
 
 def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrides):
@@ -29,29 +27,6 @@ def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrid
         *overrides,
     )
     return started(config)
-
-
-def sampled_groups(server, n=4):
-    """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
-
-    async def sample():
-        parameters = {"temperature": 1.0, "max_new_tokens": 16, "n": n}
-        async with SGLangClient(server) as client:
-            return [await client.generate(input_ids=prompt, sampling_params=parameters) for prompt in PROMPTS]
-
-    groups = []
-    for prompt, replies in zip(PROMPTS, asyncio.run(sample()), strict=True):
-        outputs = [reply["meta_info"]["output_token_logprobs"] for reply in replies]
-        tokens = [[token for _, token, _ in output] for output in outputs]
-        groups.append(
-            {
-                "tokens": [prompt + output for output in tokens],
-                "masks": [[-100] * len(prompt) + output for output in tokens],
-                "inference_logprobs": [[1.0] * len(prompt) + [lp for lp, *_ in output] for output in outputs],
-                "scores": [float(i % 2) for i in range(n)],
-            }
-        )
-    return groups
 
 
 def scored_batch(trainer, server, step):

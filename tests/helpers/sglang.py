@@ -13,6 +13,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.utils.process import Service, free_port
 
+PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
 
 
@@ -47,6 +48,24 @@ def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: fl
             return await action(client)
 
     return asyncio.run(inner())
+
+
+def sampled_groups(url: str, n: int = 4) -> list[dict[str, Any]]:
+    """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
+    groups, parameters = [], {"temperature": 1.0, "max_new_tokens": 16, "n": n}
+    for prompt in PROMPTS:
+        replies = call(url, lambda client: client.generate(input_ids=prompt, sampling_params=parameters))  # noqa: B023
+        outputs = [reply["meta_info"]["output_token_logprobs"] for reply in replies]
+        tokens = [[token for _, token, _ in output] for output in outputs]
+        groups.append(
+            {
+                "tokens": [prompt + output for output in tokens],
+                "masks": [[-100] * len(prompt) + output for output in tokens],
+                "inference_logprobs": [[1.0] * len(prompt) + [lp for lp, *_ in output] for output in outputs],
+                "scores": [float(i % 2) for i in range(n)],
+            }
+        )
+    return groups
 
 
 async def wait_healthy(client: SGLangClient, seconds: float = 240) -> None:

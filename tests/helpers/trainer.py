@@ -2,13 +2,16 @@
 
 import copy
 import functools
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
+import torch
 from omegaconf import DictConfig, OmegaConf, flag_override
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
@@ -57,6 +60,30 @@ def started(config: DictConfig) -> Any:
     trainer.init_workers()
     trainer.gateway = gateway
     return trainer
+
+
+@contextmanager
+def running(config: DictConfig) -> Iterator[Any]:
+    """``started``, and closed at the end."""
+    trainer = started(config)
+    try:
+        yield trainer
+    finally:
+        close(trainer)
+
+
+def update(trainer: Any, batch: Any, step: int) -> None:
+    """One update on a batch, of which the engine's logprobs are known."""
+    begin_step(trainer, batch, step)
+    trainer._compute_log_probs(batch)
+    trainer._compute_advantages(batch)
+    trainer._update_actor(batch)
+
+
+def pushed_weights(run_dir: Path | str, version: int) -> dict[str, torch.Tensor]:
+    """What was written for a push of this version, by name."""
+    files = sorted(Path(run_dir, "weights", f"version_{version}").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def begin_step(trainer: Any, batch: Any, step: int) -> None:
