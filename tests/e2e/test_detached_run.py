@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import orjson
 import psutil
@@ -11,6 +10,7 @@ import pytest
 
 from helpers.launchers import living_of
 from helpers.terminal import terminals
+from helpers.waiting import until
 from recipe.atropos.run.folder import RunDir
 
 pytestmark = pytest.mark.timeout(900)
@@ -46,10 +46,8 @@ def detached(tmp_path_factory, model_path):
         assert terminal.wait_for_end() == 0, terminal.text
         assert "goes on without this terminal" in terminal.text and "attach" in terminal.text
         terminal.close()
-        deadline = time.monotonic() + 300
-        while not files.services.exists() or "trainer" not in services(files):
-            assert time.monotonic() < deadline, files.log("launcher").read_text()
-            time.sleep(0.2)
+        told = files.log("launcher").read_text
+        until(lambda: files.services.exists() and "trainer" in services(files), 300, told=told)
         yield files, terminal.mark
 
 

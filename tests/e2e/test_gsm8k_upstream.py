@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import orjson
@@ -20,6 +19,7 @@ from helpers.gsm8k_checkout import MODULE, make_checkout, write_problems
 from helpers.services import get, post
 from helpers.sglang import call, make_tiny_model
 from helpers.trajectory_api import running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.utils.process import start_service
 
 BATCH, SIZE = 8, 4
@@ -77,11 +77,7 @@ def test_gsm8k_upstream_serves_groups_that_were_sampled(checkout, data, model, s
             env={"HF_HUB_OFFLINE": "1"},
         )
         try:
-            batches, deadline = [], time.monotonic() + 120
-            while len(batches) < 2:
-                assert service.poll() is None and time.monotonic() < deadline, service.tail()
-                batches += filter(None, [get(f"{api.url}/batch")["batch"]])
-                time.sleep(0.1)
+            batches = [until(lambda: get(f"{api.url}/batch")["batch"], 120, service) for _ in range(2)]
             os.kill(service.pid, signal.SIGTERM)
             assert service.process.wait(20) == 143 and "left running" not in service.tail(), service.tail()
         finally:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 
 import orjson
 import psutil
@@ -17,6 +16,7 @@ from helpers.runs import run_of
 from helpers.services import get, group, post
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.run.record import read_evaluations, read_metrics
 from recipe.atropos.utils.files import LineReader
@@ -130,10 +130,8 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
     options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
     options += ["environments.b.args.says=attribute", "evaluation.every=3", "--steps=5"]
     with launched(folder, model_path, *options) as launcher:
-        deadline = time.monotonic() + 240
-        while not any(line.get("atropos/b/groups") for line in read_metrics(folder)):  # it may join after a
-            assert launcher.poll() is None and time.monotonic() < deadline, launcher.tail()
-            time.sleep(0.1)
+        # it may join after a
+        until(lambda: any(line.get("atropos/b/groups") for line in read_metrics(folder)), 240, launcher)
         psutil.Process(orjson.loads((folder / "services.json").read_bytes())["environment-b"]["pid"]).kill()
         assert launcher.process.wait(200) == 0, launcher.tail(40)
         assert "left running" not in launcher.tail()

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +26,7 @@ from helpers.sglang import call, running_sglang
 from helpers.taught import taught
 from helpers.trainer import model_vocab
 from helpers.trajectory_api import running_trajectory_api
+from helpers.waiting import until
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
 from recipe.atropos.utils.process import start_service
@@ -84,11 +84,7 @@ def served(folder, target, flags):
             },
         )
         try:
-            batches, deadline = [], time.monotonic() + 240
-            while len(batches) < 2:
-                assert service.poll() is None and time.monotonic() < deadline, service.tail(60)
-                batches += filter(None, [get(f"{api.url}/batch")["batch"]])
-                time.sleep(0.1)
+            batches = [until(lambda: get(f"{api.url}/batch")["batch"], 240, service) for _ in range(2)]
         finally:
             service.stop(grace=10)
     counts = orjson.loads(report.read_bytes().splitlines()[-1])["counts"]

@@ -15,6 +15,7 @@ import pytest
 
 from helpers.sglang import make_tiny_model, wait_healthy
 from helpers.trainer import close, compose_config, started
+from helpers.waiting import until
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient, GatewayError
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang
@@ -154,13 +155,6 @@ class Traffic:
         wanted = len(self.answers) + more
         until(lambda: self.errors or len(self.answers) >= wanted, timeout)
         assert not self.errors
-
-
-def until(condition, timeout=60):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
 
 
 def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, gateway, tmp_path):
