@@ -3,11 +3,7 @@
 # ruff: noqa: F811  (fixtures that are imported)
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,10 +25,9 @@ from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.launch import report_model
 from recipe.atropos.main import export_model
-from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import update_summary
 from recipe.atropos.utils import debug
-from recipe.atropos.utils.files import DiskFull, append_line, replace_folder
+from recipe.atropos.utils.files import DiskFull, append_line
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("alone")]
 
@@ -322,19 +317,6 @@ def test_export_refuses_by_name(small_run, make_model, tmp_path):
         Shards(tmp_path / "actor")
 
 
-def test_export_unpickles_tensors_only(tmp_path):
-    """A run folder of somebody else's runs no code."""
-
-    class Code:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "made"),)
-
-    torch.save({"weight": Code()}, tmp_path / "model_world_size_1_rank_0.pt")
-    with pytest.raises(ShardsError):
-        Shards(tmp_path)
-    assert not (tmp_path / "made").exists()
-
-
 def test_export_of_other_tensors_than_the_model_s_is_refused(make_model, tmp_path):
     """Missing, and tied ones that are not the same: nothing is written."""
     engine = trained(make_model("qwen2-tied"))
@@ -379,29 +361,6 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
     assert "none is exported: see" in capsys.readouterr().out
     report_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
     assert "none is exported: trainer.save_freq saves no checkpoint" in " ".join(capsys.readouterr().out.split())
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from recipe.atropos.utils.files import replace_folder
-with replace_folder(Path(sys.argv[1])) as folder:
-    (folder / "model.safetensors").write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_export_that_is_killed_leaves_the_former(tmp_path):
-    """Then the next one, or the next start of the run, removes what it left."""
-    with replace_folder(tmp_path / "model") as folder:
-        (folder / "model.safetensors").write_bytes(b"whole")
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "model")]
-    for clean in (lambda: RunDir(tmp_path).remove_partial(), lambda: replace_folder(tmp_path / "model").__enter__()):
-        assert subprocess.run(command).returncode == -signal.SIGKILL
-        assert (tmp_path / "model/model.safetensors").read_bytes() == b"whole"
-        [left] = tmp_path.glob(".model.*.partial")
-        clean()
-        assert not left.exists() and (tmp_path / "model").exists()
 
 
 def test_export_on_a_full_disk_leaves_the_former(small_run, full_disk):

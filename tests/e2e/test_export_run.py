@@ -6,9 +6,6 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from helpers.export import alone, begun_from, configuration, saved_run, trained  # noqa: F401
-from helpers.families import make_family
-from recipe.atropos.checkpoint.start_from import NotExported
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_evaluations, read_metrics
 from recipe.atropos.utils.files import read_json
@@ -64,14 +61,3 @@ def test_export_of_a_run_is_what_the_next_begins_with(launch, tmp_path, lora):
     moved = max((weights[name] - start[name]).abs().max().item() for name in weights)
     assert 0 < moved < 0.01, "one step of the optimizer"
     assert (second.start / ("adapter_config.json" if lora else "config.json")).exists()
-
-
-@pytest.mark.usefixtures("alone")
-def test_export_that_fails_leaves_no_start(tmp_path):
-    model = make_family(tmp_path / "qwen2", "qwen2")
-    source = saved_run(tmp_path / "first", configuration(model), trained(model), trained(model))
-    start = begun_from(tmp_path, source.path).start
-    (source.checkpoints / "global_step_2/actor/tensor_names.json").write_text("[]")  # its size is another now
-    with pytest.raises(NotExported, match=r"first@2: error: step 2: .* has whole checkpoints of steps \[1\]"):
-        start.make()
-    assert not (tmp_path / "second/start").exists() and not (tmp_path / "second/summary.json").exists()

@@ -142,8 +142,7 @@ def test_live_view_goes_on_beside_a_file_that_is_no_json(view):
     view.files.metrics.with_name("new").write_text("what?\n")
     view.files.metrics.with_name("new").rename(view.files.metrics)
     terminal.wait_for(r"cannot be read")
-    write_lines(view.files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 15)])
-    view.files.metrics.with_name("new").rename(view.files.metrics)
+    write_lines(view.files.metrics, [metrics_line(step) for step in range(1, 15)])
     terminal.wait_for(r"14 of 20")
 
 
@@ -151,12 +150,10 @@ def test_live_view_goes_on_beside_a_state_that_cannot_be_shown(view):
     """What is printed meanwhile is not lost either."""
     terminal = view()
     terminal.wait_for(r"line 1\n")
-    write_lines(view.files.metrics.with_name("new"), [metrics_line(1, "high"), metrics_line(2, "higher")])
-    view.files.metrics.with_name("new").rename(view.files.metrics)
+    write_lines(view.files.metrics, [metrics_line(1, "high"), metrics_line(2, "higher")])
     terminal.wait_for(r"state cannot be shown")
     seen = len(terminal.text)
-    write_lines(view.files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 15)])
-    view.files.metrics.with_name("new").rename(view.files.metrics)
+    write_lines(view.files.metrics, [metrics_line(step) for step in range(1, 15)])
     terminal.wait_for(r"14 of 20")
     numbers = [int(number) for number in re.findall(r"line (\d+)\n", terminal.text)]
     assert numbers == list(range(len(numbers))) and "line" in terminal.text[seen:]

@@ -176,13 +176,7 @@ def test_run_api_has_the_fault(upstream, trap):
         trap(client)
 
 
-def test_nothing_survives_a_restart_of_run_api_but_of_ours(tmp_path):
-    with running_trajectory_api(tmp_path) as api:
-        api.register()
-        api.post_groups(1, 2, 3)
-        api.kill()
-        api.start()
-        assert api.batch() == [1, 2]
+def test_nothing_survives_a_restart_of_run_api(tmp_path):
     with running_api(tmp_path) as service:
         Client(service.url).register()
         Client(service.url).post("/scored_data", group(1))

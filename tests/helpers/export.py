@@ -1,7 +1,6 @@
 """Runs with checkpoints, without any rank; and what is exported, against what is served."""
 
 import argparse
-import asyncio
 import functools
 from pathlib import Path
 
@@ -13,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from helpers.families import Engine, make_family
+from helpers.sglang import call
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.export import export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.commands.export_model import add_arguments
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
@@ -122,12 +121,9 @@ def export_of(trainer, folder):
 
 
 def served_answers(url):
-    async def ask():
-        parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        async with SGLangClient(url) as client:
-            return await client.generate(input_ids=PROMPTS, sampling_params=parameters)
-
-    return [reply["output_ids"] for reply in asyncio.run(ask())]
+    parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    replies = call(url, lambda client: client.generate(input_ids=PROMPTS, sampling_params=parameters), timeout=300)
+    return [reply["output_ids"] for reply in replies]
 
 
 def answers_of(folder):

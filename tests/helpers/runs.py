@@ -10,6 +10,7 @@ from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES
+from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.process import start_time
 
 CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_staleness: 2, api_url: null}}\n"
@@ -29,7 +30,8 @@ def metrics_line(step, score=0.5, seconds=2.0, **more):
 
 
 def write_lines(path, lines):
-    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    """At once, for who reads the file meanwhile."""
+    write_atomic(path, b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
 
 def make_run(folder, steps=10, total=20, pid=None, host=None, started=None, **services):

@@ -138,21 +138,24 @@ import os, signal, sys
 from pathlib import Path
 from recipe.atropos.utils.files import replace_folder
 rename = Path.rename
-def stop(self, target):
-    rename(self, target)
+def die(*paths):
+    paths and rename(*paths)
     os.kill(os.getpid(), signal.SIGKILL)
-Path.rename = stop
 with replace_folder(Path(sys.argv[1]) / "model") as folder:
     (folder / "new").touch()
+    {}
 """
 
 
+@pytest.mark.parametrize(
+    ("killed", "left"), [("die()", (True, 1)), ("Path.rename = die", (False, 2))], ids=["while_writing", "in_renames"]
+)
 @pytest.mark.parametrize("by", ["start", "export"])
-def test_run_dir_folder_returns_after_a_kill_between_renames(tmp_path, started, by):
+def test_run_dir_folder_returns_after_a_kill(tmp_path, started, killed, left, by):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/old").touch()
-    started(REPLACE_HALF, tmp_path).wait()
-    assert not (tmp_path / "model").exists() and len(list(tmp_path.glob(".model*"))) == 2
+    started(REPLACE_HALF.format(killed), tmp_path).wait()
+    assert ((tmp_path / "model").exists(), len(list(tmp_path.glob(".model*")))) == left
     if by == "start":
         RunDir(tmp_path).remove_partial()
     else:

@@ -171,8 +171,7 @@ def test_status_follows_a_run_back_to_a_checkpoint(tmp_path):
     files = make_run(tmp_path / "run", steps=10)
     reader = RunReader(files.path)
     assert reader.read().series["score"][-1] == 1.0
-    write_lines(files.metrics.with_name("new"), [metrics_line(step, -1.0) for step in range(1, 5)])
-    files.metrics.with_name("new").rename(files.metrics)
+    write_lines(files.metrics, [metrics_line(step, -1.0) for step in range(1, 5)])
     status = reader.read()
     assert status.series["step"] == [1, 2, 3, 4] and set(status.series["score"]) == {-1.0}
     assert status.seconds_per_step == 2.0

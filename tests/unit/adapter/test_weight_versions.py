@@ -9,9 +9,6 @@ from transformers import AutoTokenizer
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
-from recipe.atropos.algorithm.metrics import staleness_metrics
-from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.inference.sampled import versions_of
 
 I = -100  # noqa: E741
@@ -94,20 +91,3 @@ def test_what_the_environment_says_itself_stays(cache):
     overrides = group["group_overrides"]
     assert overrides["env_name"] == "own" and overrides["policy_version_min"] == [9, 9, 9]
     assert overrides["difficulty"] == 2 and overrides["policy_version_max"] == [1, 4, None]
-
-
-def test_weight_versions_give_staleness_by_the_oldest_token(cache):
-    group = a_group()
-    stamp(group, cache)
-    rows, _ = groups_to_data_proto([group], RowLimits(20, 0))
-    metrics = staleness_metrics(rows, step=5)  # the fifth update starts from version 4
-    assert metrics == {
-        "atropos/rows_with/unknown_version": 1,
-        "atropos/staleness/mean": 2.5,
-        "atropos/staleness/max": 3,
-        "atropos/staleness/min": 2,
-        "atropos/staleness/rows_2": 1,
-        "atropos/staleness/rows_3": 1,
-    }
-    rows.non_tensor_batch["policy_version_min"][:] = None
-    assert staleness_metrics(rows, step=5) == {"atropos/rows_with/unknown_version": 3}

@@ -108,8 +108,7 @@ def test_attach_follows_a_run_to_its_end(held, capsys):
     files, process = held()
 
     def end():
-        write_lines(files.metrics.with_name("new"), [metrics_line(step) for step in range(1, 12)])
-        files.metrics.with_name("new").rename(files.metrics)
+        write_lines(files.metrics, [metrics_line(step) for step in range(1, 12)])
         time.sleep(1.5)
         process.kill()
 

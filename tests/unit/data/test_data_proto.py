@@ -314,10 +314,8 @@ def test_distillation_fields_may_be_empty():
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
         ({"overrides": [{"set_advantage_to_zero": "false"}, {}]}, "malformed", "overrides[0]"),
-        ({"overrides": ["x", {}]}, "malformed", "overrides[0]"),
-        ({"advantages": [0.0, 0.0]}, "malformed", "advantages[0] is not a flat list of numbers"),
     ],
-    ids=[f"case{i}" for i in range(48)],
+    ids=[f"case{i}" for i in range(46)],
 )
 def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
     """The message names the group. One without sequences counts as one."""

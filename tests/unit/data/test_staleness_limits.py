@@ -39,11 +39,6 @@ def test_staleness_rows_of_unpushed_weights_are_never_trained_on(max_staleness):
     assert report.dropped == {"not_pushed": 2} and report.rows == 2
 
 
-def test_a_batch_of_which_nothing_is_fresh_is_empty():
-    rows, report = groups_to_data_proto([versioned(0, [1] * 4, [1] * 4)], RowLimits(20, 0), 1, VersionLimits(9, 2))
-    assert rows is None and report.dropped == {"stale": 4}
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

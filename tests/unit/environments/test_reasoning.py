@@ -1,6 +1,5 @@
 """The environment over reasoning-gym, and the policy that is taught its sums."""
 
-import asyncio
 import random
 
 import pytest
@@ -17,35 +16,28 @@ def env(model_path, **settings):
     return adapt(ReasoningEnv)(config, [server])
 
 
-def questions(model_path, count, **settings):
-    async def draw():
-        environment = env(model_path, **settings)
-        await ReasoningEnv.setup(environment)
-        drawn = [(await environment.get_next_item())["question"] for _ in range(count)]
-        return drawn, [problem["question"] for problem in environment.test]
-
-    return asyncio.run(draw())
+async def questions(model_path, count, **settings):
+    environment = env(model_path, **settings)
+    await ReasoningEnv.setup(environment)
+    drawn = [(await environment.get_next_item())["question"] for _ in range(count)]
+    return drawn, [problem["question"] for problem in environment.test]
 
 
-def test_reasoning_holds_out_no_training_problem(model_path):
+async def test_reasoning_holds_out_no_training_problem(model_path):
     """A seed changes only the training problems."""
-    first, held_back = questions(model_path, 300, seed=0, eval_size=64)
-    other, held_back_too = questions(model_path, 300, seed=1, eval_size=64)
+    first, held_back = await questions(model_path, 300, seed=0, eval_size=64)
+    other, held_back_too = await questions(model_path, 300, seed=1, eval_size=64)
     assert held_back == held_back_too and len(set(held_back)) == 64
     assert not set(held_back) & (set(first) | set(other))
     assert first != other and first[1:] != other[:-1], "reasoning-gym's neighbouring seeds are one sequence, shifted"
 
 
-def test_reasoning_says_where_all_problems_are_held_out(model_path):
-    with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
-        asyncio.run(_first_of_a_single_problem(model_path))
-
-
-async def _first_of_a_single_problem(model_path):
+async def test_reasoning_says_where_all_problems_are_held_out(model_path):
     environment = env(model_path, train_size=3, eval_size=8)
     await ReasoningEnv.setup(environment)
     environment._held_out = {environment.train[i]["question"] for i in range(3)}
-    await environment.get_next_item()
+    with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
+        await environment.get_next_item()
 
 
 @pytest.mark.parametrize(

@@ -106,32 +106,37 @@ async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_stale
         await in_service(tmp_path, later)
 
 
-async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatch, caplog):
-    """Three times as long as its environment's tickets took at most, and 30 s: then it is released, by name."""
-    now = time.monotonic()
-    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
-    for module in (batching, delivery, service_module):
+@pytest.fixture
+def clock(monkeypatch):
+    """The service's; its ``now`` moves by hand."""
+    clock = SimpleNamespace(now=time.monotonic(), monotonic=lambda: clock.now, time=time.time)
+    for module in (batching, delivery, environments, service_module):
         monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, clock, caplog):
+    """Three times as long as its environment's tickets took at most, and 30 s: then it is released, by name."""
     async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0))
         env = await join(service)
         for _ in range(10):
             ticket = await begin(service, env)
-            now += 20
+            clock.now += 20
             await post(service, 0, env=env, ticket=ticket)
         assert [await delivery.numbered_batch(service, after, 0, None) for after in range(5)] == [1, 2, 3, 4, 5]
         hung = await begin(service, env)
         for _ in range(3):
             await post(service, 1, env=env, ticket=await begin(service, env))
         assert await delivery.numbered_batch(service, 5, 0, None, prefetch=True) is None
-        now += 61
+        clock.now += 61
         service.release_hung()
         assert hung in service.queue.tickets, "the trainer has a batch to train on"
         assert await delivery.numbered_batch(service, 5, 0, None) is None
-        now += 59
+        clock.now += 59
         service.release_hung()
         assert hung in service.queue.tickets
-        now += 2
+        clock.now += 2
         service.release_hung()
         assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
         assert await delivery.numbered_batch(service, 5, 0, None) == 6
@@ -140,28 +145,23 @@ async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, monkeypatc
     assert "of env_0, whose groups take 20 s at most: released" in caplog.text
 
 
-async def test_an_environment_that_hangs_from_the_first_stops_nobody(service, monkeypatch):
+async def test_an_environment_that_hangs_from_the_first_stops_nobody(service, clock):
     """Then it is what others take, and at least 120 s. A group that comes after all tells its own."""
-    now = time.monotonic()
-    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
-    for module in (batching, delivery, environments, service_module):
-        monkeypatch.setattr(module, "time", clock)
-
     await delivery.register(service, registration(8, after=0))
     first, slow = await join(service), await join(service)
     hung = await begin(service, slow)
     ticket = await begin(service, first)
     assert await delivery.numbered_batch(service, 0, 0, None) is None
-    now += 1000
+    clock.now += 1000
     service.release_hung()
     assert hung in service.queue.tickets, "of nobody is it known how long groups take"
     await delivery.register(service, registration(8, after=0))
     await post(service, 1, env=first, ticket=ticket)
     assert await delivery.numbered_batch(service, 0, 0, None) is None
-    now += 2999
+    clock.now += 2999
     service.release_hung()
     assert hung in service.queue.tickets
-    now += 2
+    clock.now += 2
     service.release_hung()
     assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
     await post(service, 2, env=slow, ticket=hung)

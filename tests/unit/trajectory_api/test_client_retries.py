@@ -1,6 +1,5 @@
 """When the client of the Trajectory API tries again, and when it gives up."""
 
-import asyncio
 import time
 
 import pytest
@@ -35,14 +34,9 @@ class Api:
         return web.json_response({"status": "success", "env_id": 3, "detail": "so it is"}, status=status)
 
 
-def test_an_api_is_tried_as_often_as_the_configuration_says():
-    async def scene():
-        async with Api(status=[503]) as api:
-            config = DataSourceConfig(api.url, retry_attempts=2, retry_delay=1)
-            async with config.client() as client:
-                with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 1 s; is the Trajectory API up"):
-                    await client.status()
-            return api.times
-
-    times = asyncio.run(scene())
-    assert len(times) == 2 and times[1] - times[0] >= 1
+async def test_an_api_is_tried_as_often_as_the_configuration_says():
+    async with Api(status=[503]) as api:
+        async with DataSourceConfig(api.url, retry_attempts=2, retry_delay=1).client() as client:
+            with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 1 s; is the Trajectory API up"):
+                await client.status()
+    assert len(api.times) == 2 and api.times[1] - api.times[0] >= 1

@@ -8,24 +8,22 @@ from aiohttp.test_utils import RawTestServer
 from recipe.atropos.trajectory_api import app
 from recipe.atropos.trajectory_api.service import Service, Settings
 
+pytestmark = pytest.mark.timeout(30)
 
-def ask(folder, head, body=b"", length=None):
+
+async def ask(folder, head, body=b"", length=None):
     """Send a request as it is; return the answer."""
-
-    async def run():
-        service = Service(Settings(folder))
-        async with RawTestServer(app.Api(service).handle, auto_decompress=False, lingering_time=0.1) as server:
-            reader, writer = await asyncio.open_connection(server.host, server.port)
-            size = len(body) if length is None else length
-            writer.write(b"%b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (head, size, body))
-            answer = await reader.readuntil(b"}")  # the server takes what is left of a body for some seconds
-            writer.close()
-        service.store.check()
-        assert await service.store.write(lambda connection: 1) == 1, "the store works"
-        service.close()
-        return answer.decode()
-
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    service = Service(Settings(folder))
+    async with RawTestServer(app.Api(service).handle, auto_decompress=False, lingering_time=0.1) as server:
+        reader, writer = await asyncio.open_connection(server.host, server.port)
+        size = len(body) if length is None else length
+        writer.write(b"%b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (head, size, body))
+        answer = await reader.readuntil(b"}")  # the server takes what is left of a body for some seconds
+        writer.close()
+    service.store.check()
+    assert await service.store.write(lambda connection: 1) == 1, "the store works"
+    service.close()
+    return answer.decode()
 
 
 LOCAL = b"\r\nHost: localhost"
@@ -47,14 +45,14 @@ HALVES = {
 
 
 @pytest.mark.parametrize(("head", "body", "status"), HALVES.values(), ids=HALVES)
-def test_what_is_no_text_gets_an_answer(tmp_path, head, body, status):
+async def test_what_is_no_text_gets_an_answer(tmp_path, head, body, status):
     """Half surrogates, and bytes that are not UTF-8, which a message may quote."""
-    answer = ask(tmp_path, head, body)
+    answer = await ask(tmp_path, head, body)
     assert answer.startswith(f"HTTP/1.1 {status} ") and '"detail":' in answer
     assert '"reason":"malformed"' in answer or b"/scored_data" not in head or b"Atropos" in head
 
 
-def test_a_body_that_does_not_arrive_gets_408(tmp_path, monkeypatch):
+async def test_a_body_that_does_not_arrive_gets_408(tmp_path, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
-    answer = ask(tmp_path, b"POST /scored_data HTTP/1.1" + LOCAL, b"{", length=100)
+    answer = await ask(tmp_path, b"POST /scored_data HTTP/1.1" + LOCAL, b"{", length=100)
     assert answer.startswith("HTTP/1.1 408 ") and "1 bytes of a body within 0.2 s: send it faster" in answer

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from helpers import ROOT
+from helpers.waiting import until
 from recipe.atropos.utils.process import (
     RUN_ID_VARIABLE,
     Service,
@@ -53,11 +54,8 @@ def python(code: str) -> list[str]:
 
 def started(folder: Path, count: int, timeout: float = 10.0) -> list[psutil.Process]:
     """The `count` processes that have written their number into `folder`."""
-    deadline = time.monotonic() + timeout
-    while len(found := list(folder.glob("*.pid"))) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count} processes started"
-        time.sleep(0.02)
-    return [psutil.Process(int(path.stem)) for path in found]
+    until(lambda: len(list(folder.glob("*.pid"))) >= count, timeout)
+    return [psutil.Process(int(path.stem)) for path in folder.glob("*.pid")]
 
 
 def gone(process: psutil.Process) -> bool:
