@@ -179,7 +179,7 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
         until(lambda: seen(second)["inflight"] >= 2)
         second.kill_scheduler()
         traffic.wait_for(16)
-        until(lambda: seen(second)["state"] == "down", timeout=20)
+        until(lambda: seen(second)["state"] == "down", within=20)
         assert seen(second)["state"] == "down" and seen(second)["last_error"]
         assert manager.ensure_current(1) == {"weight_sync/servers_removed": 1}
         assert manager.update_weights(2)["weight_sync/servers_removed"] == 1
