@@ -31,23 +31,18 @@ def check_sampled(model_path, collected, most):
             assert expected[place - 1, tokens[place]].item() == pytest.approx(logprobs[place], abs=1e-3)
 
 
-def test_single_turn_runs_without_the_adapter(model_path, server, tmp_path):
+async def test_single_turn_runs_without_the_adapter(model_path, server, tmp_path):
     """Without the adapter a group is rolled out and evaluated by a real server."""
     sizes = {"train_size": 8, "eval_size": 3, "max_token_length": 250, "max_answer_tokens": 9, "group_size": 3}
     names = {"dataset_name": "synthetic", "tokenizer_name": str(model_path), "data_dir_to_save_evals": str(tmp_path)}
     _, [handle] = GSM8kEnv.config_init()
     handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
-
-    async def run():
-        env = GSM8kEnv(GSM8kEnvConfig(**names, **sizes, use_wandb=False), [handle], slurm=False)
-        await env.setup()
-        collected = await rolled_out(env)
-        await env.evaluate()
-        return collected, env.eval_metrics
-
-    collected, metrics = asyncio.run(run())
+    env = GSM8kEnv(GSM8kEnvConfig(**names, **sizes, use_wandb=False), [handle], slurm=False)
+    await env.setup()
+    collected = await rolled_out(env)
+    await env.evaluate()
     check_sampled(model_path, collected, most=9)
-    assert metrics == [("eval/percent_correct", 0.0), ("eval/total", 3)]
+    assert env.eval_metrics == [("eval/percent_correct", 0.0), ("eval/total", 3)]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3
 
 

@@ -168,3 +168,13 @@ def restored(cache, posted, masks, given=None, **values):
 
 def trained(row):
     return [mask for mask in row.masks if mask != I]
+
+
+def three_rows(**changes):
+    """A group of these tokens: 5, 6 once alone and once before 7, and 8."""
+    return {
+        "tokens": [[1, 2, 5, 6], [1, 2, 5, 6, 9, 7], [1, 2, 8]],
+        "masks": [[I, I, 5, 6], [I, I, 5, 6, I, 7], [I, I, 8]],
+        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
+        "scores": [0.0, 1.0, 2.0],
+    } | changes

@@ -104,7 +104,7 @@ def test_cache_prefers_replies_of_the_same_item(cache, tokenizer):
     assert restored(cache, posted, len(prompt))[0].logprobs[len(prompt)] == -0.2
 
 
-def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
+async def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
     class Alike(Scripted):
         async def collect_trajectories(self, item):
             prompt = chat(self.tokenizer, "go")
@@ -123,12 +123,8 @@ def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
             self.sent = {**(self.sent or {}), group["images"]: posted}
 
     env = make(Alike, drifting_model)
-
-    async def rounds():
-        env.running_items = {str(value): {"item": value} for value in (-0.1, -0.2, -0.3)}
-        await asyncio.gather(*(env.handle_env(key) for key in list(env.running_items)))
-
-    asyncio.run(rounds())
+    env.running_items = {str(value): {"item": value} for value in (-0.1, -0.2, -0.3)}
+    await asyncio.gather(*(env.handle_env(key) for key in list(env.running_items)))
     assert env.sent == {-0.1: {-0.1}, -0.2: {-0.2}, -0.3: {-0.3}}
 
 

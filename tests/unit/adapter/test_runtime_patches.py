@@ -3,7 +3,6 @@
 A test fails once its package does without the patch, which then goes, together with the test.
 """
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -29,19 +28,15 @@ class Sampler:
         return kwargs["input_ids"], [self.reply], [[-0.5] * len(self.reply)], [{"type": "stop"}]
 
 
-def test_patch_of_managed_servers_is_needed(tokenizer):
+async def test_patch_of_managed_servers_is_needed(tokenizer):
     """From the second turn on, atroposlib's own prompt is not what the template and the sampled reply give."""
     reply = ids_of(tokenizer, "a", "b", END)
-
-    async def two_turns():
-        managed = ManagedServer(Sampler(reply), tokenizer=tokenizer)
-        await managed.chat_completion(messages=[GO], max_tokens=9)
-        await managed.chat_completion(messages=[GO, {"role": "assistant", "content": "ab"}, GO], max_tokens=9)
-        return [list(node.tokens) for node in managed.get_state()["nodes"]]
-
+    managed = ManagedServer(Sampler(reply), tokenizer=tokenizer)
+    await managed.chat_completion(messages=[GO], max_tokens=9)
+    await managed.chat_completion(messages=[GO, {"role": "assistant", "content": "ab"}, GO], max_tokens=9)
+    found = [list(node.tokens) for node in managed.get_state()["nodes"]]
     newline = tokenizer.encode("\n", add_special_tokens=False)
     prompt = chat(tokenizer, "go")
-    found = asyncio.run(two_turns())
     assert found[0][: len(prompt) + len(reply)] == prompt + reply
     assert found[-1] != prompt + reply + newline + prompt + reply
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from helpers.sampled import I, three_rows
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
 from recipe.atropos.inference.sampled import versions_of
-
-I = -100  # noqa: E741
 
 
 def spans(*versions):
@@ -50,15 +49,6 @@ def cache(tokenizer):
     return cache
 
 
-def a_group(**changes):
-    return {
-        "tokens": [[1, 2, 5, 6], [1, 2, 5, 6, 9, 7], [1, 2, 8]],
-        "masks": [[I, I, 5, 6], [I, I, 5, 6, I, 7], [I, I, 8]],
-        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
-        "scores": [0.0, 1.0, 2.0],
-    } | changes
-
-
 def stamp(group, cache, env_name=None):
     counts = Counter()
     restore_group(cache, group, lambda name: counts.update([name]), env_name)
@@ -66,7 +56,7 @@ def stamp(group, cache, env_name=None):
 
 
 def test_weight_versions_of_a_sequence_are_oldest_and_newest(cache):
-    group = a_group()
+    group = three_rows()
     stamp(group, cache, "math")
     overrides = group["group_overrides"]
     assert overrides.pop("sampling_params") == [None] * 3  # the cache was not told
@@ -75,7 +65,7 @@ def test_weight_versions_of_a_sequence_are_oldest_and_newest(cache):
 
 def test_weight_versions_are_none_where_one_is_unknown(cache):
     cache.add(np.array([1, 2], np.int32), [8, 8], [-0.6, -0.7])
-    group = a_group(
+    group = three_rows(
         tokens=[[1, 2, 5, 6, 3], [1, 2, 8, 8], [1, 2, 5]],
         masks=[[I, I, 5, 6, 3], [I, I, 8, 8], [I, I, 5]],
         inference_logprobs=[[1.0, 1.0, -0.1, -0.2, -0.3], [1.0, 1.0, -0.6, -0.7], [1.0, 1.0, -0.1]],
@@ -86,7 +76,7 @@ def test_weight_versions_are_none_where_one_is_unknown(cache):
 
 
 def test_what_the_environment_says_itself_stays(cache):
-    group = a_group(group_overrides={"env_name": "own", "policy_version_min": [9, 9, 9], "difficulty": 2})
+    group = three_rows(group_overrides={"env_name": "own", "policy_version_min": [9, 9, 9], "difficulty": 2})
     stamp(group, cache, "math")
     overrides = group["group_overrides"]
     assert overrides["env_name"] == "own" and overrides["policy_version_min"] == [9, 9, 9]

@@ -317,13 +317,6 @@ def with_raw(name, scores, raw=None):
     }
 
 
-def test_bridge_raw_score_is_a_metric_beside_the_shaped_one():
-    groups = [with_raw("a", [1.5, 0.5], [1.0, 0.0]), with_raw("b", [1.0, 0.0])]
-    rows, _ = groups_to_data_proto(groups, RowLimits(20, 0), 3)
-    assert rows.non_tensor_batch["raw_score"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
-    assert rows.batch["token_level_scores"].sum(-1).tolist() == [1.5, 0.5, 1.0, 0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("raw", "told"),
     [

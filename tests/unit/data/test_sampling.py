@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from helpers.sampled import I, three_rows
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache
 from recipe.atropos.adapter.restore import restore_group
@@ -28,17 +29,7 @@ from recipe.atropos.launcher import launch
 from recipe.atropos.watchdog import alarms
 from recipe.atropos.watchdog.history import logprob_tolerance
 
-I = -100  # noqa: E741
 LIMITS = RowLimits(20, 0)
-
-
-def a_group(**changes):
-    return {
-        "tokens": [[1, 2, 5, 6], [1, 2, 5, 6, 9, 7], [1, 2, 8]],
-        "masks": [[I, I, 5, 6], [I, I, 5, 6, I, 7], [I, I, 8]],
-        "inference_logprobs": [[1.0, 1.0, -0.1, -0.2], [1.0, 1.0, -0.3, -0.4, 1.0, -0.5], [1.0, 1.0, -0.6]],
-        "scores": [0.0, 1.0, 2.0],
-    } | changes
 
 
 @pytest.mark.parametrize(("told", "temperature"), [("0.7", 0.7), ("", 1.0), (None, 1.0)])
@@ -106,7 +97,7 @@ def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
     same = np.array([1, 2, 5, 6, 9, 7, 9], np.int32)
     cache.add(same, [4], [-0.5], sampling=warm)
     cache.add(first, [8], [-0.5])
-    group = a_group(
+    group = three_rows(
         tokens=[[1, 2, 5, 6], [1, 2, 5, 6, 9, 7, 9, 4], [1, 2, 8], [1, 2, 5, 6, 9, 7]],
         masks=[[I, I, 5, 6], [I, I, 5, 6, I, 7, I, 4], [I, I, 8], [I, I, I, I, I, 7]],
         inference_logprobs=None,
@@ -122,8 +113,8 @@ def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
 
 def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
     """As an environment without the adapter may post it."""
-    group = a_group(generation_params={"temperature": 0.6, "top_k": 20, "max_tokens": 5})
-    rows, _ = read_groups([group, a_group(generation_params={"max_tokens": 5})], LIMITS)
+    group = three_rows(generation_params={"temperature": 0.6, "top_k": 20, "max_tokens": 5})
+    rows, _ = read_groups([group, three_rows(generation_params={"max_tokens": 5})], LIMITS)
     declared = (SamplingParams(temperature=0.6, top_k=20),)
     assert [row.sampling for row in rows] == [declared] * 3 + [None] * 3
     group["group_overrides"] = {"sampling_params": [None, [{"temperature": 1.0}], None]}
@@ -159,7 +150,7 @@ def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
     ],
 )
 def test_sampling_parameters_that_are_malformed_are_refused(changes, words):
-    rows, report = read_groups([a_group(**changes)], LIMITS)
+    rows, report = read_groups([three_rows(**changes)], LIMITS)
     assert not rows and report.dropped == {"malformed": 3}
     assert words in report.messages[0]
 
@@ -249,7 +240,7 @@ def test_sampling_per_row_needs_a_loss_without_fused_kernels():
 def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
     """Older rows differ because the policy has moved on; rows without logprobs are in no comparison."""
     overrides = {"policy_version_min": [4, 3, 4], "policy_version_max": [4, 4, 4]}
-    group = a_group(group_overrides=overrides)
+    group = three_rows(group_overrides=overrides)
     group["inference_logprobs"][2] = [1.0, 1.0, 1.0]
     batch, _ = groups_to_data_proto([group], LIMITS)
     ours = batch.batch["rollout_log_probs"].clone()
