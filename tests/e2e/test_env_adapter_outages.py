@@ -13,17 +13,7 @@ import psutil
 import pytest
 from aiohttp import web
 
-from helpers.numbered_env import (  # noqa: F401
-    BATCH,
-    SIZE,
-    NumberEnv,
-    api,
-    make,
-    managed,
-    registered,
-    roll_out,
-    until,
-)
+from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, make, managed, registered, roll_out, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get, running_api
 from helpers.trajectory_api import Api, running_trajectory_api
@@ -160,10 +150,7 @@ async def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, 
     env.setup = lambda: asyncio.sleep(0)
     env.faults = {number: [None] for number in range(10**4)}
     manager = asyncio.create_task(env.env_manager())
-    async with asyncio.timeout(30):
-        while not env.report.counts["nothing_sent"]:
-            assert not manager.done(), manager.exception()
-            await asyncio.sleep(0.05)
+    await until(lambda: env.report.counts["nothing_sent"], manager)
     model_info = {"tokenizer_path": "the/policys", "weight_version": "0"}
     async with stand_in(port, tokenize={"tokens": [5, 6]}, model_info=model_info):
         with pytest.raises(EnvironmentFailure, match="is not the tokenizer .* which is the/policys: .* give --env"):

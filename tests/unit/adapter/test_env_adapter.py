@@ -175,13 +175,10 @@ def test_openai_flags_win_in_every_form_of_configuration(tmp_path, model, comman
 @pytest.mark.parametrize("use_wandb", [True, False])
 def test_no_login_to_wandb_is_needed_to_process(monkeypatch, tmp_path, use_wandb):
     """atroposlib turns it on there, whatever the environment's default is."""
-    for name, value in {
-        "WANDB_MODE": "online",
-        "WANDB_API_KEY": "",
-        "WANDB_CONFIG_DIR": tmp_path,
-        "NETRC": tmp_path,
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    for name in ("WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "")
     server = APIServerConfig(base_url="http://127.0.0.1:1/v1", server_type="sglang")
     complete(BaseEnvConfig(use_wandb=use_wandb), [server], {}, {}, serves=False)
     assert os.environ["WANDB_MODE"] == "disabled"

@@ -203,10 +203,6 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path):
         Store(tmp_path / "file" / "x")
     with pytest.raises(ConfigurationError, match="durability=fast"):
         Store(tmp_path, "fast")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text/trajectories.db").write_text("x" * 10_000)
-    with pytest.raises(TrajectoryStoreError, match="not a database"):
-        Store(tmp_path / "text")
     async with open_store(tmp_path / "other") as (store, _):
         await store.write(database.write_run, format=99)
     with pytest.raises(TrajectoryStoreError, match="format 99"):
