@@ -1,6 +1,7 @@
-"""A disk that is full."""
+"""A disk that is full, or whose bits have changed."""
 
 import contextlib
+import resource
 import subprocess
 
 import pytest
@@ -27,3 +28,23 @@ def fill(folder):
     with contextlib.suppress(OSError), open(folder / "ballast", "wb", buffering=0) as ballast:
         while ballast.write(b"x" * 4096):
             pass
+
+
+@contextlib.contextmanager
+def size_limit(size):
+    """No file of this process grows over ``size`` bytes: what a full disk does, at a byte of one's choice.
+
+    To SQLite it is neither a full disk nor a quota.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def flip(path, position, bit=1):
+    content = bytearray(path.read_bytes())
+    content[position] ^= bit
+    path.write_bytes(content)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ import time
 import orjson
 import pytest
 
-from helpers.disk import fill
+from helpers.disk import fill, size_limit
 from recipe.atropos.errors import ConfigurationError, secondary_errors
 from recipe.atropos.run.folder import LOCK_VARIABLE, RunDir, RunDirError
 from recipe.atropos.run.record import update_summary
@@ -45,17 +44,6 @@ with RunDir(sys.argv[1]).lock() as descriptor:
     subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=[descriptor], stdin=sys.stdin)
     os._exit(0)
 """
-
-
-@contextlib.contextmanager
-def size_limit(size):
-    """No file of this process grows over ``size`` bytes: what a full disk does, at a byte of one's choice."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

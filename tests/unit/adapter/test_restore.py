@@ -24,26 +24,31 @@ def test_reports_have_the_name_of_the_environment(wandb_name, name, drifting_mod
     assert adapt(Scripted)(config, [server]).report.name == name
 
 
+def posted(env, group):
+    """What is sent of it."""
+    env.sent = None
+    asyncio.run(env.handle_send_to_api(group))
+    return env.sent
+
+
 def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
     env = make(Scripted, drifting_model)
     prompt, gold = chat(env.tokenizer, "go"), chat(env.tokenizer, "go", "dec", add_generation_prompt=False)
     reply = sampled(env._calls.caches["train"], prompt, "a", "b", END)
-    posted = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
-    rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (posted, gold, gold, gold)]
-    asyncio.run(env.handle_send_to_api(env.group(rows)))
-    assert env.sent["masks"][0] == [I] * len(prompt) + reply.tokens.tolist() + [I]
-    assert all(set(masks) == {I} and len(masks) == len(gold) for masks in env.sent["masks"][1:])
+    text = chat(env.tokenizer, "go", "ab", add_generation_prompt=False)
+    rows = [{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]} for ids in (text, gold, gold, gold)]
+    first, *others = posted(env, env.group(rows))["masks"]
+    assert first == [I] * len(prompt) + reply.tokens.tolist() + [I]
+    assert all(set(masks) == {I} and len(masks) == len(gold) for masks in others)
     assert env.report.counts["not_sampled"] == 3
-    env.sent = None
-    asyncio.run(env.handle_send_to_api(env.group(rows[1:] + rows[1:2])))
-    assert env.sent is None and env.report.counts["not_sent/not_sampled"] == 1
-    asyncio.run(env.handle_send_to_api([env.group(rows), env.group(rows[1:] + rows[1:2]), None]))
-    assert len(env.sent) == 1 and env.report.counts["not_sent/not_sampled"] == 2
+    assert posted(env, unsampled := env.group(rows[1:] + rows[1:2])) is None
+    assert env.report.counts["not_sent/not_sampled"] == 1
+    assert len(posted(env, [env.group(rows), unsampled, None])) == 1
+    assert env.report.counts["not_sent/not_sampled"] == 2
     for number, masks in enumerate((gold[1:], [*gold, I]), 1):
-        env.sent, rows[2] = None, {"tokens": gold, "masks": masks}
-        asyncio.run(env.handle_send_to_api(env.group(rows)))
-        assert env.sent is None and env.report.counts["not_sent/unequal_lengths"] == number
-    asyncio.run(env.handle_send_to_api(ScoredDataGroup(tokens=[], masks=[], scores=[])))
+        rows[2] = {"tokens": gold, "masks": masks}
+        assert posted(env, env.group(rows)) is None and env.report.counts["not_sent/unequal_lengths"] == number
+    assert posted(env, ScoredDataGroup(tokens=[], masks=[], scores=[])) is None
     assert env.report.counts["not_sent/empty_group"] == 1
 
 
@@ -56,15 +61,11 @@ def test_restored_turns_are_those_that_group_overrides_counts(drifting_model):
     ids = prompt + reply + prompt[:2] + env.tokenizer.encode("dec")
     masks = [I] * len(prompt) + reply + [I] * 2 + ids[len(prompt) + len(reply) + 2 :]
     group = env.group([{"tokens": ids, "masks": masks}] * 4)
-    asyncio.run(env.handle_send_to_api(group))
-    assert env.sent is not None and env.report.counts["not_sampled"] == 4
+    assert posted(env, group) and env.report.counts["not_sampled"] == 4
     group["group_overrides"] = {"turn_values": [[0.5, 0.25]] * 4}
-    env.sent = None
-    asyncio.run(env.handle_send_to_api(group))
-    assert env.sent is None and env.report.counts["not_sent/partial_reply"] == 1
+    assert posted(env, group) is None and env.report.counts["not_sent/partial_reply"] == 1
     env.adapter_settings = AdapterSettings()
-    asyncio.run(env.handle_send_to_api(group))
-    assert env.sent is not None, "nobody reads them"
+    assert posted(env, group), "nobody reads them"
 
 
 def test_branches_need_credit_or_advantages_of_their_own(drifting_model):
@@ -73,13 +74,11 @@ def test_branches_need_credit_or_advantages_of_their_own(drifting_model):
     ids = prompt + sampled(env._calls.caches["train"], prompt, "a", "b", END).tokens.tolist()
     group = env.group([{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}] * 4)
     group["group_overrides"] = {"branches": [None] * 4}
-    asyncio.run(env.handle_send_to_api(group))
-    assert env.sent is not None, "none of them branches"
-    group["group_overrides"], env.sent = {"branches": [None, [0, 1], None, None]}, None
-    asyncio.run(env.handle_send_to_api(group | {"advantages": [[1.0] * len(ids)] * 4}))
-    assert env.sent is not None, "the environment has compared them"
+    assert posted(env, group), "none of them branches"
+    group["group_overrides"] = {"branches": [None, [0, 1], None, None]}
+    assert posted(env, group | {"advantages": [[1.0] * len(ids)] * 4}), "the environment has compared them"
     with pytest.raises(CreditError, match="give environment.credit, which compares them"):
-        asyncio.run(env.handle_send_to_api(group))
+        posted(env, group)
 
 
 def test_restored_groups_have_a_value_for_each_token(cache, tokenizer):

@@ -229,16 +229,6 @@ def test_group_too_small_for_an_estimator_is_counted():
     assert batch_metrics(data)["atropos/zero_signal_groups"] == 1
 
 
-def four_scores(kept):
-    """Scores 100, 101, 99, 100; of the second row alone all of ``kept`` holds, of the others the rest."""
-    rows = [kept(i == 1) for i in range(4)]
-    return {
-        "tokens": [tokens for tokens, _ in rows],
-        "masks": [[token if trained else -100 for token, trained in zip(*row, strict=True)] for row in rows],
-        "scores": [100.0, 101.0, 99.0, 100.0],
-    }
-
-
 def trained_after_prompt(kept):
     return [5, 6, 7, 8], [False, True, True, False]
 
@@ -261,9 +251,14 @@ def trained_after_prompt(kept):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_baseline_counts_the_rows_that_were_dropped(reason, rows, version):
-    group = four_scores(rows)
-    versions = [8 if i == 1 else version for i in range(4)]
-    group["group_overrides"] = {"policy_version_min": versions, "policy_version_max": versions}
+    """All but the second, which alone is kept."""
+    made, versions = [rows(i == 1) for i in range(4)], [8 if i == 1 else version for i in range(4)]
+    group = {
+        "tokens": [tokens for tokens, _ in made],
+        "masks": [[token if trained else -100 for token, trained in zip(*row, strict=True)] for row in made],
+        "scores": [100.0, 101.0, 99.0, 100.0],
+        "group_overrides": {"policy_version_min": versions, "policy_version_max": versions},
+    }
     limits = replace(LIMITS, max_length=6)
     data = estimate([group], limits=limits, versions=VersionLimits(8, max_staleness=2))
     _, report = groups_to_data_proto([group], limits, versions=VersionLimits(8, max_staleness=2))

@@ -307,16 +307,6 @@ def test_bridge_is_for_serving_and_not_for_evaluation(tmp_path):
 # ---------------------------------------------------------------------- the trainer's side
 
 
-def with_raw(name, scores, raw=None):
-    overrides = {"env_name": name} | ({"raw_scores": raw} if raw is not None else {})
-    return {
-        "tokens": [[1, 2, 3]] * len(scores),
-        "masks": [[-100, 2, 3]] * len(scores),
-        "scores": scores,
-        "group_overrides": overrides,
-    }
-
-
 @pytest.mark.parametrize(
     ("raw", "told"),
     [
@@ -328,5 +318,6 @@ def with_raw(name, scores, raw=None):
     ],
 )
 def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw, told):
-    _, report = groups_to_data_proto([with_raw("a", [1.5, 0.5], raw)], RowLimits(20, 0), 1)
+    group = {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [1.5, 0.5]}
+    _, report = groups_to_data_proto([group | {"group_overrides": {"raw_scores": raw}}], RowLimits(20, 0), 1)
     assert report.dropped == {"malformed": 2} and told in report.messages[0]

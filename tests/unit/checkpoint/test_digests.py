@@ -8,6 +8,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from helpers.disk import flip
 from recipe.atropos.checkpoint.export import _Checkpoint
 from recipe.atropos.checkpoint.shards import Shards, ShardsError, load_tensors, save_state, tensors_only
 from recipe.atropos.checkpoint.store import CheckpointDamaged, Checkpoints, digests_of, verify
@@ -37,12 +38,6 @@ def save(directory, step, files=None, digests=None):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
     return folder
-
-
-def flip(path, position, bit=1):
-    content = bytearray(path.read_bytes())
-    content[position] ^= bit
-    path.write_bytes(content)
 
 
 def actor(load=None):

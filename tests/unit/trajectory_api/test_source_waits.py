@@ -1,4 +1,4 @@
-"""No wait of the trainer for the Trajectory API is silent, and what fails beside its requests is raised."""
+"""No wait of the trainer for the Trajectory API is silent or endless; what fails beside its requests is raised."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
 from helpers.services import group, post
@@ -14,7 +15,7 @@ from helpers.waiting import until
 from recipe.atropos.sources import numbered as data_source
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, Registration
 from recipe.atropos.trajectory_api.app import Api
-from recipe.atropos.trajectory_api.client import TrajectoryApiClient
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.trajectory_api.service import Service, Settings
 
 
@@ -118,3 +119,18 @@ def test_what_ends_the_heartbeats_is_raised(tmp_path, monkeypatch):
             training.next_batch()
         with pytest.raises(ZeroDivisionError, match="a defect"):
             training.commit(0)
+
+
+async def test_an_api_is_tried_as_often_as_the_configuration_says():
+    times = []
+
+    async def refuse(_):
+        times.append(time.monotonic())
+        return web.json_response({"detail": "so it is"}, status=503)
+
+    async with RawTestServer(refuse) as server:
+        config = DataSourceConfig(str(server.make_url("")), retry_attempts=2, retry_delay=1)
+        async with config.client() as client:
+            with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 1 s; is the Trajectory API up"):
+                await client.status()
+    assert len(times) == 2 and times[1] - times[0] >= 1

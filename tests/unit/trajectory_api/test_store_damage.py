@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import resource
 import sqlite3
 
 import pytest
 from aiohttp.test_utils import RawTestServer
 
+from helpers.disk import flip, size_limit
 from helpers.trajectory_service import in_service, open_service, registration
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
@@ -40,14 +40,6 @@ def change(folder, *statements):
         for statement in statements:
             connection.execute(statement)
         connection.commit()
-
-
-def flip(path, at):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def flip_token(folder, number):
@@ -226,20 +218,9 @@ def grow(connection):
     connection.execute("INSERT INTO large VALUES (zeroblob(50000000))")
 
 
-@contextlib.contextmanager
-def small_files():
-    """The kernel refuses to write beyond a place in a file, which is neither a full disk nor a quota."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 async def test_damage_an_io_error_is_not_a_full_disk(tmp_path):
     async with open_service(tmp_path) as service:
-        with small_files():
+        with size_limit(20_000_000):
             with pytest.raises(TrajectoryStoreError, match=r"disk I/O error \(SQLITE_IOERR.*\); check that disk"):
                 await service.store.write(grow)
             assert not service.store.trouble
