@@ -96,7 +96,8 @@ class Update:
             batch, report = trainer._batch_of(groups)
         else:
             batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
-        assert not report.dropped and report.padding_rows == batch.non_tensor_batch["is_padding"].sum() > 0
+        assert not report.dropped and report.padding_rows == batch.non_tensor_batch["is_padding"].sum()
+        assert report.padding_rows or trainer.actor.data_parallel_size() == 1, "one rank needs none in a mini-batch"
         if distillation is None:
             batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
         begin_step(trainer, batch, step=1)
