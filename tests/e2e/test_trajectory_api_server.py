@@ -85,7 +85,7 @@ def test_committed_batches_are_deleted_if_told(tmp_path):
         assert api.post("/register", REGISTRATION | {"after": 0}, status=410)["oldest"] == 3
 
 
-def test_a_live_run_is_not_reset_and_an_archive_is_kept(api):
+def test_a_live_run_is_not_reset(api):
     api.register(after=0)
     api.post_groups(1, 2, 3)
     assert api.batch("?after=0") == [1, 2]
@@ -98,16 +98,14 @@ def test_a_live_run_is_not_reset_and_an_archive_is_kept(api):
     assert api.batch("?after=0") == [1, 2]
 
 
-def test_what_a_stock_trainer_resets_is_archived(api):
+def test_what_a_stock_trainer_resets_is_in_no_batch(api):
     api.register()
     api.post_groups(1, 2, 3)
     assert api.batch() == [1, 2]
     assert api.session.get(f"{api.url}/reset_data").text == "Reset successful"
     assert api.get("/status") == {"current_step": 0, "queue_size": 0}
-    [archived] = (api.folder / "data/archive").iterdir()
-    listed = subprocess.run([*PROGRAM, "list", str(archived)], capture_output=True, text=True, check=True).stdout
-    assert listed.splitlines()[1].split()[:3] == ["1", "2", "8"]
-    assert listed.splitlines()[2].split() == ["queued", "1", "4"]
+    listed = subprocess.run([*PROGRAM, "list", str(api.folder / "data")], capture_output=True, text=True, check=True)
+    assert [line.split() for line in listed.stdout.splitlines()[1:]] == [["queued", "0", "0"]]
 
 
 def test_a_key_is_stored_once(api):

@@ -193,7 +193,7 @@ class Schedule:
         self._train(number)
 
     async def reset(self):
-        """End the trainer, and archive everything once it counts as gone."""
+        """End the trainer, and reset everything once it counts as gone."""
         self._training.cancel()
         await self._settle()
         self._check()

@@ -3,8 +3,7 @@
 The functions that change something are steps of a transaction that the caller commits. Records are in a table of their
 own, so that reading the index reads no record.
 
-Guarantee: a record is returned as it was stored, or ``DamagedRecord`` is raised; one that was stored before format 2
-has no digest, and is returned as it is.
+Guarantee: a record is returned as it was stored, or ``DamagedRecord`` is raised.
 """
 
 import sqlite3
@@ -28,7 +27,7 @@ CREATE TABLE IF NOT EXISTS groups (
     due INTEGER NOT NULL, time REAL NOT NULL, batch INTEGER, place INTEGER
 );
 CREATE INDEX IF NOT EXISTS groups_by_batch ON groups (batch, place);
-CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL, digest INTEGER);
+CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL, digest INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS tickets (
     number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
@@ -36,7 +35,7 @@ CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL)
 CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
 _ENTRY = "number, env, sequences, tokens, id, due"  # the columns of an ``Entry``
-FORMAT = 2  # since records have digests; 1 is read too
+FORMAT = 2  # since records have digests
 SYNCHRONOUS = {"none": "OFF", "normal": "NORMAL", "full": "FULL"}
 KEPT_POSTS = 1 << 16  # idempotency keys; a post is repeated within minutes
 _PAGE = 16_384  # bytes; a record takes many pages, and fewer large ones are written and read faster
@@ -75,8 +74,6 @@ def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
         connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.executescript(SCHEMA)
-        if not _has_digests(connection):
-            connection.execute("ALTER TABLE records ADD COLUMN digest INTEGER")
     except BaseException:
         connection.close()  # later, it would delete the log of another that has the path then
         raise
@@ -88,14 +85,14 @@ def connect_to_read(path: str | Path) -> sqlite3.Connection:
         f"{Path(path).resolve().as_uri()}?mode=ro", uri=True, check_same_thread=False, timeout=30
     )
     connection.execute("PRAGMA mmap_size = 1073741824")
-    if not _has_digests(connection):
-        connection.execute("CREATE TEMP VIEW records AS SELECT id, data, NULL AS digest FROM main.records")
     return connection
 
 
-def _has_digests(connection: sqlite3.Connection) -> bool:
-    columns = connection.execute("SELECT name FROM pragma_table_info('records')").fetchall()
-    return ("digest",) in columns
+def check_format(connection: sqlite3.Connection) -> None:
+    """Raise TrajectoryStoreError if another version of the recipe wrote the database."""
+    if (found := read_run(connection).get("format", FORMAT)) != FORMAT:
+        path = connection.execute("PRAGMA database_list").fetchone()[2]
+        raise TrajectoryStoreError(f"{path} has format {found}, and this version reads {FORMAT}; give another folder")
 
 
 def _digest(id: int, record: bytes) -> int:
@@ -128,14 +125,16 @@ def forget_posts(connection: sqlite3.Connection) -> None:
     connection.execute("DELETE FROM posts WHERE rowid <= (SELECT MAX(rowid) FROM posts) - ?", (KEPT_POSTS,))
 
 
-def holds_groups(connection: sqlite3.Connection) -> bool:
-    return bool(connection.execute("SELECT EXISTS (SELECT 1 FROM groups)").fetchone()[0])
+def reset(connection: sqlite3.Connection, **kept: Any) -> Loaded:
+    """Take all groups out of the run, and forget everything else but the values ``kept``; return what is left.
 
-
-def clear(connection: sqlite3.Connection) -> None:
-    """Delete everything but groups, of which there must be none."""
+    Records stay, in no batch that is served.
+    """
+    connection.execute("UPDATE groups SET batch = 0")
     for table in ("run", "environments", "tickets", "posts", "counts"):
         connection.execute(f"DELETE FROM {table}")
+    write_run(connection, format=FORMAT, **kept)
+    return load(connection)
 
 
 def queued(connection: sqlite3.Connection) -> list[Entry]:
@@ -261,10 +260,10 @@ def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end:
     return [data for _, _, data, _ in rows]
 
 
-def _check_record(connection: sqlite3.Connection, what: str, id: int, data: bytes | None, digest: int | None) -> None:
+def _check_record(connection: sqlite3.Connection, what: str, id: int, data: bytes | None, digest: int) -> None:
     if data is None:
         raise _damaged(connection, what, "a record is missing")
-    if digest is not None and digest != _digest(id, data):
+    if digest != _digest(id, data):
         raise _damaged(connection, what, "its record has changed since it was stored")
 
 

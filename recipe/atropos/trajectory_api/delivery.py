@@ -12,7 +12,6 @@ Guarantees:
 
 import asyncio
 import logging
-import sqlite3
 import time
 import uuid
 from typing import Any
@@ -285,15 +284,12 @@ async def _save_progress(service: Service, trainer: Trainer) -> None:
 
 @endpoint("GET", "/reset_data", for_trainers=True)
 async def reset(service: Service) -> str:
-    """Archive everything.
+    """Take all groups out of the run; their records stay in the store.
 
     Raises:
-        RequestRefused: 409, a trainer that numbers batches is live. 503, it failed, and nothing has changed.
+        RequestRefused: 409, a trainer that numbers batches is live.
     """
     async with service.registering:
         _refuse_while_live(service, "stop it first")
-        try:
-            await service.reset()
-        except (OSError, sqlite3.Error) as error:
-            raise RequestRefused(503, f"nothing was reset: {error}") from error
+        await service.reset()
     return "Reset successful"

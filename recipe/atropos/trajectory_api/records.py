@@ -22,14 +22,14 @@ from recipe.atropos.utils.files import disk_errors
 
 @contextlib.contextmanager
 def _opened(data_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open a folder's database, or an archived one that is given itself, for reading."""
+    """Open a folder's database, or one that is given itself, for reading."""
     path = data_dir / DATABASE if data_dir.is_dir() else data_dir
     if not path.is_file():
         raise TrajectoryStoreError(
             f"data-dir={data_dir}: it has no {DATABASE}; give the folder of a server, or a database"
         )
     with named_errors(path), contextlib.closing(database.connect_to_read(path)) as connection:
-        database.read_run(connection)
+        database.check_format(connection)
         yield connection
 
 

@@ -360,10 +360,10 @@ class Service:
             self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
-        """Move all groups and registrations to the archive, and begin anew; if that fails, nothing has changed."""
+        """Take all groups out of the run, forget all registrations, and begin anew."""
         self.save()
-        await self.store.archive(epoch=self.epoch, numbers=self._reserved)
-        self._take(await self.store.write(database.load))
+        self._take(await self.store.write(database.reset, epoch=self.epoch, numbers=self._reserved))
+        self.latest = None
         self.changed()
 
     def close(self) -> None:

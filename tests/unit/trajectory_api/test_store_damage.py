@@ -19,7 +19,6 @@ from recipe.atropos.trajectory_api.parsing import parse_packed
 from recipe.atropos.trajectory_api.store import Store
 
 DATABASE = "trajectories.db"
-FORMAT_1 = "CREATE TABLE records (id INTEGER PRIMARY KEY, data BLOB NOT NULL)"
 
 
 def record(number):
@@ -92,29 +91,6 @@ async def test_digest_is_of_the_latest_example_too(tmp_path):
     async with open_service(tmp_path) as service:
         with pytest.raises(DamagedRecord, match="group 20"):
             await service.store.read(database.read_record, 20)
-
-
-async def test_a_store_without_digests_is_read_and_gets_them(tmp_path):
-    await in_service(tmp_path, fill)
-    change(
-        tmp_path,
-        "ALTER TABLE records RENAME TO others",
-        FORMAT_1,
-        "INSERT INTO records SELECT id, data FROM others",
-        "DROP TABLE others",
-        "UPDATE run SET value = 1 WHERE key = 'format'",
-    )
-    before = records.read(tmp_path, 1)  # by a connection that changes nothing
-    async with open_service(tmp_path) as service:
-        assert len(await service.store.read(database.read_batch, 1)) == 10
-        await ingest.post(service, parse_packed(record(21)), None, None)
-    assert [group.pack() for group in records.read(tmp_path, 1)] == [group.pack() for group in before]
-    flip_token(tmp_path, 21)
-    with contextlib.closing(database.connect_to_read(tmp_path / DATABASE)) as connection:
-        assert database.read_run(connection)["format"] == 2
-        assert database.read_record(connection, 20)
-        with pytest.raises(DamagedRecord):
-            database.read_record(connection, 21)
 
 
 def overwrite(at, content):
@@ -191,7 +167,7 @@ async def test_damage_of_a_page_that_is_written_ends_the_server(service, tmp_pat
     with pytest.raises(TrajectoryStoreError):
         await service.store.write(database.write_run, other=1)
     with pytest.raises(TrajectoryStoreError):
-        await service.store.archive()
+        await service.store.write(database.reset)
     await ends(service, "is damaged: .*malformed")
 
 

@@ -1,14 +1,12 @@
-"""The store keeps what it has answered, through full disks, restarts and archives; one process at a time."""
+"""The store keeps what it has answered, through full disks, restarts and resets; one process at a time."""
 
 import asyncio
 import contextlib
-import sqlite3
-from pathlib import Path
 
 import pytest
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.trajectory_api import database
+from recipe.atropos.trajectory_api import database, records
 from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.store import Store, TrajectoryStoreError
 
@@ -99,94 +97,22 @@ async def test_a_full_disk_holds_writes_until_there_is_room(store, tmp_path):
     assert len(await store.read(database.queued)) == 199
 
 
-async def test_an_archive_keeps_everything_and_begins_anew(tmp_path):
+async def test_a_reset_begins_anew_and_deletes_no_record(tmp_path):
     async with open_store(tmp_path) as (store, _):
-        await append(store, 1)
+        await append(store, 1, 2, key="post")
         await store.write(database.cut, 1, [1])
-        assert await store.read(database.read_batch, 1)
-        await store.archive()
-        await append(store, 1)
-        assert await store.read(database.read_batch, 1) == []
-        assert len(await store.read(database.queued)) == 1
-        await store.archive()
-        await store.archive()  # there is nothing to keep
-    archived = [database.connect_to_read(path) for path in sorted((tmp_path / "archive").iterdir())]
-    assert [database.read_batch(connection, 1) for connection in archived] == [[b"record 1"], []]
-
-
-async def test_an_archive_that_fails_changes_nothing(tmp_path):
-    async with open_store(tmp_path) as (store, _):
-        await append(store, 1)
-        (tmp_path / "archive").write_text("no folder")
-        with pytest.raises(FileExistsError):
-            await store.archive(epoch=3)
-        assert [entry.id for entry in await store.read(database.queued)] == [1]
-        (tmp_path / "archive").unlink()
-        (tmp_path / "archive").mkdir()
-        with connect_elsewhere(tmp_path) as reader:
-            with pytest.raises(OSError, match="another process reads it"):
-                await asyncio.wait_for(store.archive(epoch=3), 60)
-            assert len(reader.execute("SELECT * FROM groups").fetchall()) == 1
-        await append(store, 2)
-        assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
-        await store.archive(epoch=3)
-        assert await store.read(database.queued) == [] and (await store.read(database.read_run))["epoch"] == 3
-    archived = database.connect_to_read(tmp_path / "archive/0001.db")
-    assert [entry.id for entry in database.queued(archived)] == [1, 2]
-
-
-@contextlib.contextmanager
-def connect_elsewhere(folder):
-    """A connection in the midst of reading, which the write-ahead log must be kept for."""
-    with contextlib.closing(database.connect_to_read(folder / "trajectories.db")) as connection:
-        connection.execute("BEGIN")
-        connection.execute("SELECT * FROM groups").fetchall()
-        yield connection
-
-
-@pytest.mark.parametrize("step", ["connect", "rename"])
-async def test_an_archive_that_fails_midway_is_undone(store, tmp_path, monkeypatch, step):
-    """At the new database, after the old one was moved."""
-    await append(store, 1)
-    with monkeypatch.context() as broken:
-        opened, renamed = database.connect, Path.rename
-
-        def connect(path, durability):
-            if path.name == "trajectories.db" and list((tmp_path / "archive").iterdir()):
-                opened(path, durability).close()
-                raise sqlite3.OperationalError("disk I/O error")
-            return opened(path, durability)
-
-        def rename(path, to):
-            if path.name == "fresh.db":
-                raise PermissionError("denied")
-            return renamed(path, to)
-
-        broken.setattr(*((database, "connect", connect) if step == "connect" else (Path, "rename", rename)))
-        with pytest.raises((sqlite3.OperationalError, PermissionError)):
-            await store.archive(epoch=3)
-    await append(store, 2)
-    assert [entry.id for entry in await store.read(database.queued)] == [1, 2]
-    assert not list((tmp_path / "archive").iterdir())
-
-
-async def test_a_kill_amid_an_archive_leaves_the_new_store(tmp_path):
-    """At the worst moment: the old database has its new name, and the new one not yet."""
-    async with open_store(tmp_path) as (store, _):
-        await append(store, 1)
-        store._prepare({"epoch": 3})
-    (tmp_path / "trajectories.db").rename(tmp_path / "archive/0001.db")
-    async with open_store(tmp_path) as (_, loaded):
-        assert loaded.run["epoch"] == 3 and not loaded.entries
-
-
-async def test_the_size_is_told_while_the_store_is_moved(store, tmp_path, monkeypatch):
-    assert store.size() > 0
-    store.path = tmp_path / "moved" / "trajectories.db"
-    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was when it was looked for
-    assert store.size() == 0
-    monkeypatch.undo()
-    store.path = tmp_path / "trajectories.db"
+        await store.write(database.write_environment, 0, {"name": "one"})
+        await store.write(database.begin_ticket, 7, 0, 4, 3)
+        await store.write(database.count, {"received": 2})
+        loaded = await store.write(database.reset, epoch=3)
+        assert loaded == database.Loaded({"epoch": 3, "format": database.FORMAT}, {}, [], 2, {}, {})
+        assert await store.read(database.read_batch, 1) == [] and await store.read(database.list_batches) == []
+        await append(store, 3)
+        await store.write(database.cut, 1, [3])
+    async with open_store(tmp_path) as (store, loaded):
+        assert (loaded.run["epoch"], loaded.entries, loaded.last_id) == (3, [], 3)
+        assert await store.read(database.read_batch, 1) == [b"record 3"]
+        assert [await store.read(database.read_record, id) for id in (1, 2)] == [b"record 1", b"record 2"]
 
 
 async def test_a_folder_is_used_by_one_server(tmp_path):
@@ -204,6 +130,7 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(ConfigurationError, match="durability=fast"):
         Store(tmp_path, "fast")
     async with open_store(tmp_path / "other") as (store, _):
-        await store.write(database.write_run, format=99)
-    with pytest.raises(TrajectoryStoreError, match="format 99"):
-        Store(tmp_path / "other")
+        await store.write(database.write_run, format=1)
+    for refuses in (Store, records.list_all):
+        with pytest.raises(TrajectoryStoreError, match=f"^{tmp_path}/other/trajectories.db has format 1, and"):
+            refuses(tmp_path / "other")
