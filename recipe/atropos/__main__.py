@@ -10,7 +10,7 @@ COMMANDS = {
     "attach": ("terminal.attach", "show the live view of a run that goes on elsewhere"),
     "logs": ("commands.read_logs", "print a service's log, or follow it (-f)"),
     "stop": ("commands.stop_run", "end a run as Ctrl-C does"),
-    "export": ("commands.export_model", "write a checkpoint's model as a folder in Hugging Face format, or to the hub"),
+    "export": ("commands.export_model", "write a checkpoint's model as a folder in Hugging Face format"),
     "report": ("commands.report", "write an HTML page about a run: verdict, alarms, curves, samples; or about two"),
     "inspect": (
         "commands.inspect",

@@ -18,20 +18,18 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from recipe.atropos.checkpoint.model_card import EXPORTED, model_name, write_card
+from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards
 from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of, verify
@@ -128,10 +126,9 @@ class _Checkpoint:
         kept = self.model._keep_in_fp32_modules_strict or ()
         return None if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept) else dtype
 
-    def write_adapter_config(self, folder: Path, public: bool) -> None:
+    def write_adapter_config(self, folder: Path) -> None:
         settings = json.loads(self._adapter_config.read_text())
-        base = model_name(self.base) if public else self.base
-        settings |= {"base_model_name_or_path": base, "inference_mode": True}
+        settings |= {"base_model_name_or_path": self.base, "inference_mode": True}
         write_json(folder / ADAPTER_CONFIG, settings)
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
@@ -214,13 +211,11 @@ def export_checkpoint(
     out: Path,
     dtype: str | None = None,
     adapter: bool = False,
-    public: bool = False,
     trust_remote_code: bool = False,
 ) -> Exported:
     """Write the model of ``checkpoint`` to ``out``, replacing it; ``dtype`` None keeps the trained dtype.
 
     ``adapter``: export only the LoRA adapter, which is all that a checkpoint of ``save_lora_only`` has.
-    ``public``: an adapter's configuration names a local base model without its path.
     ``trust_remote_code``: the model's custom code may run, whatever the run's configuration says.
 
     Raises:
@@ -256,7 +251,7 @@ def export_checkpoint(
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, copy)
         if adapter:
-            source.write_adapter_config(folder, public)
+            source.write_adapter_config(folder)
         else:
             source.write_configuration(folder, written)
         exported["size"] = write_safetensors(folder, "adapter_model" if adapter else "model", like, tensors)
@@ -297,10 +292,7 @@ def export_last(run: RunDir) -> Exported | None:
 
 
 def export(arguments: argparse.Namespace) -> Exported:
-    """Run ``verl-atropos export``; raise ConfigurationError, ExportError, ShardsError or DiskFull.
-
-    Nothing was written here then, unless the upload failed; the message says so, and what may be left on the hub.
-    """
+    """Run ``verl-atropos export``; raise as ``export_checkpoint``, and nothing is written then."""
     run = RunDir(arguments.run)
     if not run.config.is_file():
         raise ConfigurationError(f"{arguments.run}: no {run.config.name} there; give the folder of a run")
@@ -308,38 +300,11 @@ def export(arguments: argparse.Namespace) -> Exported:
     newest = checkpoint == choose_checkpoint(run)
     name = f"{'adapter' if arguments.adapter else 'model'}{'' if newest else f'-{step_of(checkpoint)}'}"
     out = arguments.out or run.path / name
-    _check_out(out.resolve())
-    if name := arguments.push_to_hub:  # before the export, which may take a long time
-        _ask_hub(name, lambda hub: hub.create_repo(name, private=True, exist_ok=True))
-    left = f"{name} on the hub may be new, and without the model"
-    try:
-        exported = export_checkpoint(
-            run,
-            checkpoint,
-            out,
-            arguments.dtype,
-            arguments.adapter,
-            public=bool(name),
-            trust_remote_code=arguments.trust_remote_code,
-        )
-    except AtroposError as error:
-        if name:
-            error.add_note(left)
-        raise
-    if name:
-        written = f"{exported.folder} holds the export, and {left}"
-        _ask_hub(name, lambda hub: hub.upload_folder(repo_id=name, folder_path=exported.folder), written)
-    return exported
-
-
-def _ask_hub(name: str, request: Callable[[HfApi], Any], written: str = "nothing was written") -> None:
-    try:
-        request(HfApi())
-    except Exception as error:  # any error of the HTTP library that huggingface_hub uses
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        if isinstance(error, HFValidationError) or status in (400, 401, 403, 404):
-            fix = "give ORG/NAME, and a token that may write there (hf auth login, or HF_TOKEN)"
-        else:
-            fix = "try again when the hub can be reached"
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ExportError(f"--push-to-hub={name}: {reason}; {fix}; {written}") from error
+    return export_checkpoint(
+        run,
+        checkpoint,
+        out,
+        arguments.dtype,
+        arguments.adapter,
+        trust_remote_code=arguments.trust_remote_code,
+    )
