@@ -74,6 +74,7 @@ class Schedule:
         self.trained = 0
         self.shares: list[tuple[int, dict[int, float]]] = []  # after each batch
         self.failed: list[BaseException | None] = []
+        self.past: set[int] = set()  # groups from before a reset
         self._begin_anew()
 
     def _begin_anew(self):
@@ -200,6 +201,7 @@ class Schedule:
         self.service.trainer.seen -= service.TRAINER_SECONDS
         await self._call(delivery.reset)
         self._break_calls()  # those of before wait until they time out
+        self.past = {*self._rows()}
         self._begin_anew()
         await self._register(0)
         self._train(0)
@@ -376,14 +378,18 @@ class Schedule:
                 assert staleness <= self.bound, f"group {id}, ticket {group.ticket}: {staleness} updates old"
 
     def _check(self):
-        """No group is lost or doubled, and none dropped that fits."""
-        rows = dict(self.service.store.connection.execute("SELECT id, batch FROM groups"))
+        """No group is lost or doubled, and none dropped that fits; those from before a reset are in no batch."""
+        rows = self._rows()
+        assert all(rows.pop(id) == 0 for id in self.past)
         assert rows.keys() == self.groups.keys()
         queued = sorted(entry.id for entry in self.service.queue if not entry.is_open)
         assert queued == sorted(id for id, batch in rows.items() if batch is None)
         for id, batch in rows.items():
             assert batch != 0 or len({self.batch_size, *(args[1] for args in self.actions if len(args) > 2)}) > 1, id
             assert batch not in self.cut or id in self.cut[batch]
+
+    def _rows(self):
+        return dict(self.service.store.connection.execute("SELECT id, batch FROM groups"))
 
     def deviations(self, after):
         """Yield how many sequences more than its share each environment has had after each batch, counted from batch
