@@ -69,6 +69,9 @@ class Inference(Section):
     port: Port | None = about("First server's port, the others follow; null: free ones")
     gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
     dtype: Dtype = about("Of the served weights; float32 on a CPU")
+    placement: Literal["launcher", "ray"] | None = about(
+        "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, if trainer.nnodes > 1"
+    )
     colocated: bool | None = about("Servers share the trainer's GPUs; null: if they are too few for both")
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
         "Share of a GPU for weights and KV cache; null: SGLang's choice, colocated 0.4"

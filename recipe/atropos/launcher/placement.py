@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.config.concurrency import sequences_in_flight
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_python
+from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python
 from recipe.atropos.utils.gpus import visible_gpus
 from recipe.atropos.utils.hosts import is_this_host, joins_cluster
 from recipe.atropos.utils.machine import gpu_memory
@@ -27,9 +27,14 @@ def place_servers(config: DictConfig) -> str | None:
     samples; else it is 1. Returns a message for the user, or None.
 
     Raises:
-        ConfigurationError: this machine has too few GPUs either way.
+        ConfigurationError: this machine has too few GPUs either way, or a setting does not go with Ray's placement.
     """
     inference = config.inference
+    if inference.placement is None:
+        several = config.trainer.nnodes > 1 and joins_cluster(config.ray_kwargs.ray_init)
+        inference.placement = "ray" if several else "launcher"
+    if inference.placement == "ray":
+        return _place_by_ray(config)
     if "cpu" in (inference.device, config.trainer.device):
         inference.colocated, inference.servers = bool(inference.colocated), inference.servers or 1
         return None
@@ -58,6 +63,28 @@ def place_servers(config: DictConfig) -> str | None:
     )
 
 
+def _place_by_ray(config: DictConfig) -> str:
+    inference, arguments = config.inference, sglang_flags(config.inference.args)
+    if not joins_cluster(config.ray_kwargs.ray_init):
+        raise ConfigurationError(
+            "inference.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS"
+        )
+    if inference.colocated:
+        raise ConfigurationError(
+            "inference.colocated=true with inference.placement=ray: Ray gives a GPU to one of the two; leave it out, "
+            "or set inference.placement=launcher"
+        )
+    if given := sorted({"base_gpu_id", "nnodes"} & arguments.keys()):
+        raise ConfigurationError(
+            f"inference.args.{given[0]}={arguments[given[0]]} with inference.placement=ray: Ray chooses a server's GPUs, "
+            "all on one node; leave it out"
+        )
+    if inference.port is not None:
+        raise ConfigurationError(f"inference.port={inference.port} with inference.placement=ray: leave it out")
+    inference.colocated, inference.servers = False, inference.servers or 1
+    return f"Ray places {inference.servers} server{'s'[: inference.servers != 1]} (inference.placement=ray)"
+
+
 def _ranks_here(config: DictConfig) -> int:
     """Return how many GPUs the trainer uses on this machine; 0 if none, or if all may be on other machines."""
     ray_init = config.ray_kwargs.ray_init
@@ -76,8 +103,11 @@ def _cluster(ray_init: DictConfig) -> str:
 def on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:
     """Return server ``number``'s flags with its GPUs: those after the trainer's or, if colocated, the trainer's.
 
-    Where no flag concerns CUDA graphs, they are for as many requests as are kept in flight.
+    Those that Ray assigns are the only ones that a server sees. Where no flag concerns CUDA graphs, they are for as many
+    requests as are kept in flight.
     """
+    if config.inference.placement == "ray":
+        return _decode_graphs(config, arguments) | arguments
     colocated = config.inference.colocated
     first = arguments.get("base_gpu_id", 0 if colocated else _ranks_here(config))
     saver = {"enable_memory_saver": True} if colocated else {}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.markup import escape
@@ -29,6 +30,9 @@ from recipe.atropos.utils.process import Service, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
 from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
+
+if TYPE_CHECKING:
+    from recipe.atropos.launcher.on_ray import Cluster
 
 WATCH_SECONDS = 0.5  # between two looks at the services and the run's files
 _API_SECONDS = 10.0  # for one request to the Trajectory API
@@ -95,6 +99,8 @@ class Run:
     started: float = field(default_factory=time.time)
     reserved: dict[str, socket.socket] = field(default_factory=dict)
     """Sockets that hold the ports of services, by name; each start of such a service inherits one that listens."""
+    cluster: "Cluster | None" = field(default=None, repr=False)
+    """Where Ray has placed the servers, if it does."""
 
     def __post_init__(self) -> None:
         self.config, self.files = self.plan.config, self.plan.files
@@ -159,6 +165,9 @@ class Run:
         finally:
             for reserved in self.reserved.values():
                 reserved.close()
+            if self.cluster is not None:
+                self.cluster.close()
+                self.cluster = None
             if self.scratch is not None:
                 self.scratch.remove()
                 self.scratch = None

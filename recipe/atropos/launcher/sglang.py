@@ -151,8 +151,15 @@ def start_inference(run: Run) -> Inference:
 
     Raises:
         LaunchError: a server cannot be started as asked.
+        ConfigurationError: the cluster has no room for them.
     """
     inference = plan_inference(run)
+    if run.config.inference.placement == "ray":
+        from recipe.atropos.launcher.on_ray import Cluster  # here: importing Ray takes seconds
+
+        run.cluster = Cluster(run.config, inference.servers)
+        for name, launch in inference.servers.items():
+            inference.servers[name] = run.cluster.placed(name, launch)
     port = urlsplit(inference.gateway).port
     run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
     for name in inference.servers:
@@ -162,7 +169,23 @@ def start_inference(run: Run) -> Inference:
 
 
 def _start_server(run: Run, inference: Inference, name: str) -> Service:
+    if run.cluster is not None:
+        return run.cluster.start(name, inference.servers[name], run.files.log(name))
     return start_sglang(inference.servers[name], log_path=run.files.log(name), name=name, env=run.variables)
+
+
+def _restart_server(run: Run, inference: Inference, name: str) -> Service:
+    """Start a server again: on its node, or on another one where that is lost. Then gateway and trainer, which know
+    servers by their URLs, are ended, and started again by their own policies.
+    """
+    if run.cluster is not None:
+        launch = run.cluster.placed(name, inference.servers[name])
+        if launch.url != inference.servers[name].url:
+            inference.servers[name] = launch
+            run.complete.inference.urls = inference.urls
+            for each in ("gateway", "trainer"):
+                run.services[each].stop(grace=0.0)
+    return _start_server(run, inference, name)
 
 
 def _start_gateway(run: Run, inference: Inference) -> Service:
@@ -200,7 +223,7 @@ def _enable_restarts(run: Run, inference: Inference) -> None:
     limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
     for name in inference.servers:
         run.restart_policies[name] = RestartPolicy(
-            partial(_start_server, run, inference, name),
+            partial(_restart_server, run, inference, name),
             limit,
             kind="sglang",
             may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),

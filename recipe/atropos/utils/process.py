@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,29 +106,31 @@ def _claimed(port: int) -> bool:
 
 
 @dataclass
-class Service:
-    """A started process, leader of its own session, with all its output in one log file.
-
-    `stop` may be called any number of times, even after the process has died by itself.
-    """
+class Service(ABC):
+    """A started process, leader of its own session, with all its output in one log file. ``pid`` is that on its node."""
 
     name: str
-    command: list[str]
-    process: subprocess.Popen
-    """The outer guardian, which ends as the service did, once all of the service has ended."""
     pid: int
-    """Pid of the service's leading process."""
     log_path: Path
-    control: socket.socket = field(repr=False)
     url: str | None = None
-    run_id: str = ""
     log_start: int = 0
     """Size of the log file when this process was started: what precedes it is from an earlier process."""
-    _started: float = field(default=0.0, repr=False)
 
+    @abstractmethod
     def poll(self) -> int | None:
         """Return the leading process's exit code (negative: the signal), or None while any process runs."""
-        return self.process.poll()
+
+    @abstractmethod
+    def stop(self, grace: float = 10.0) -> None:
+        """End every process of this service; return when none is left. May be called any number of times, even after
+        the process has died by itself.
+
+        The leader gets SIGTERM first, because it knows best how to end its own processes. When it is gone the others
+        get SIGTERM; those left `grace` seconds after the call are killed.
+
+        Raises:
+            ServiceFailed: a process survived SIGKILL (it hangs in the kernel).
+        """
 
     def _last_lines(self) -> list[str]:
         with open(self.log_path, "rb") as log:
@@ -159,6 +162,21 @@ class Service:
         tail = self.tail() or "(it wrote nothing)"
         return ServiceFailed(f"{self.name}: {what}; {state}. Last lines of {self.log_path}:\n{tail}")
 
+
+@dataclass(kw_only=True)
+class LocalService(Service):
+    """A service on this machine."""
+
+    command: list[str]
+    process: subprocess.Popen
+    """The outer guardian, which ends as the service did, once all of the service has ended."""
+    control: socket.socket = field(repr=False)
+    run_id: str = ""
+    _started: float = field(default=0.0, repr=False)
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
     def members(self) -> list[psutil.Process]:
         """Return every living process of this service that its session or its mark shows; not the outer guardian."""
         others = (p for p in psutil.process_iter() if p.pid not in (os.getpid(), self.process.pid))
@@ -182,14 +200,6 @@ class Service:
             return False  # ended meanwhile, or another user's
 
     def stop(self, grace: float = 10.0) -> None:
-        """End every process of this service; return when none is left.
-
-        The leader gets SIGTERM first, because it knows best how to end its own processes. When it is gone the others
-        get SIGTERM; those left `grace` seconds after the call are killed.
-
-        Raises:
-            ServiceFailed: a process survived SIGKILL (it hangs in the kernel).
-        """
         if self.control.fileno() == -1:  # it is closed: stopped before
             return
         self.process.send_signal(signal.SIGCONT)  # a guardian that was stopped (SIGSTOP) would end nothing
@@ -212,9 +222,9 @@ class Service:
         unstopped[:] = [service for service in unstopped if service is not self]
 
 
-unstopped: list[Service] = []
+unstopped: list[LocalService] = []
 """The services that this process started and did not stop. A guardian ends its service when the socket to it is closed,
-so they are kept here, even if no other reference to the ``Service`` is left."""
+so they are kept here, even if no other reference to the ``LocalService`` is left."""
 
 
 def start_service(
@@ -226,7 +236,7 @@ def start_service(
     cwd: Path | str | None = None,
     url: str | None = None,
     inherited: Mapping[str, int] | None = None,
-) -> Service:
+) -> LocalService:
     """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600, since it may
     hold private data).
 
@@ -273,7 +283,10 @@ def start_service(
         process.kill()
         process.wait()
         raise ServiceFailed(f"{name}: its guardian process started nothing; see {log_path}")
-    service = Service(name, list(command), process, int(pid), log_path, control, url, run_id, log_start, started)
+    service = LocalService(
+        name, int(pid), log_path, url, log_start,
+        command=list(command), process=process, control=control, run_id=run_id, _started=started,
+    )  # fmt: skip
     unstopped.append(service)
     return service
 

@@ -1,0 +1,203 @@
+"""SGLang servers that Ray places on the nodes of a cluster (``inference.placement=ray``).
+
+Guarantees:
+
+- each server has the GPUs of one node to itself, reserved as a bundle of a placement group; servers fill as few nodes
+  as they can, which leaves whole nodes to the trainer's ranks;
+- a server listens at the address by which Ray knows its node; loopback is refused, since other nodes could not reach it;
+- a server, and all that it started, ends with its actor, which Ray ends with the launcher or the node;
+- its output is in the run's folder, as that of a service here, and its file on the node is bounded.
+"""
+
+import contextlib
+import ipaddress
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from recipe.atropos.errors import AtroposError, ConfigurationError, LaunchError
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
+from recipe.atropos.utils.files import bound_log
+from recipe.atropos.utils.local_ray import start_ray
+from recipe.atropos.utils.process import LocalService, Service, free_port
+from recipe.atropos.utils.scratch import Scratch
+
+LOST = -9  # the exit status of a service whose node or actor is gone
+_LOOK_SECONDS = 0.5  # between two looks at a service
+_CALL_SECONDS = 120.0  # for an actor to start, or to check and start a server
+_CHUNK, _LOG_BYTES = 1 << 20, 16 << 20  # of a log: read at once, kept on the node
+
+
+class Host:
+    """The actor that runs a server on its node."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch.create()
+        self._service: LocalService | None = None
+        self._read = 0
+
+    def address(self, port: int | None) -> tuple[str, int]:
+        """Return the node's address, and ``port`` or a free one."""
+        own = ray.util.get_node_ip_address()
+        return own, port or free_port(own)
+
+    def start(self, name: str, launch: SGLangLaunch) -> int:
+        """Start a server, and return its pid. Raises LaunchError: see ``start_sglang``."""
+        log, self._read = self._scratch.folder / f"{name}.log", 0
+        log.unlink(missing_ok=True)
+        self._service = start_sglang(launch, log_path=log, name=name, env=self._scratch.variables())
+        return self._service.pid
+
+    def look(self) -> tuple[int | None, bytes]:
+        """Return the server's exit status, None while it runs, and what it has written since the last look."""
+        assert self._service is not None
+        status, log = self._service.poll(), self._service.log_path
+        if log.stat().st_size < self._read:
+            self._read = 0
+        with open(log, "rb") as file:
+            file.seek(self._read)
+            more = file.read(_CHUNK)
+        self._read += len(more)
+        if not more:
+            bound_log(log, _LOG_BYTES)
+        return status if not more else None, more
+
+    def stop(self, grace: float) -> None:
+        """End the server. Raises ServiceFailed if it survives."""
+        if self._service is not None:
+            self._service.stop(grace)
+
+
+@dataclass
+class PlacedService(Service):
+    """A service on a node of the cluster; a thread follows it."""
+
+    host: Any = None
+
+    def __post_init__(self) -> None:
+        self._status: int | None = None
+        self._ended = threading.Event()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.touch(mode=0o600)
+        self.log_start = self.log_path.stat().st_size
+        self._follower = threading.Thread(target=self._follow, name=f"follow-{self.name}", daemon=True)
+        self._follower.start()
+
+    def poll(self) -> int | None:
+        return self._status
+
+    def _follow(self) -> None:
+        waiting = None
+        while not self._ended.is_set():
+            try:
+                waiting = waiting or self.host.look.remote()
+                status, more = ray.get(waiting, timeout=_LOOK_SECONDS)
+                waiting = None
+            except GetTimeoutError:
+                continue  # until Ray gives the node up
+            except RayError as error:
+                more, status = f"error: its node, or its actor there, is lost: {error}\n".encode(), LOST
+            with contextlib.suppress(OSError), self.log_path.open("ab") as log:
+                log.write(more)
+            if status is not None:
+                self._status = status
+                return
+            if not more:
+                self._ended.wait(_LOOK_SECONDS)
+
+    def stop(self, grace: float = 10.0) -> None:
+        self._ended.set()
+        self._follower.join()
+        if self._status != LOST:
+            with contextlib.suppress(RayError):  # what is lost ends with its node
+                _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS)
+            self._status = LOST if self._status is None else self._status
+
+
+class Cluster:
+    """The run's servers on a Ray cluster: reserved when it is made, one bundle for each.
+
+    Raises:
+        ConfigurationError: the cluster has no room for the servers within ``timeout`` seconds.
+        AtroposError: it cannot be reached.
+    """
+
+    def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch]):
+        before = signal.getsignal(signal.SIGTERM)  # Ray sets its own, which would end this process at once
+        start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
+        signal.signal(signal.SIGTERM, before)
+        self._bundles = {name: _resources(launch) for name, launch in launches.items()}
+        self._timeout = float(config.inference.start_timeout)
+        self._hosts: dict[str, Any] = {}
+        self._group = placement_group(list(self._bundles.values()), strategy="PACK", name=f"{config.run.name}_servers")
+        if not ray.wait([self._group.ready()], timeout=self._timeout)[0]:
+            remove_placement_group(self._group)
+            [each] = {str(bundle) for bundle in self._bundles.values()}
+            raise ConfigurationError(
+                f"inference.servers={len(launches)}: Ray found no room for servers of {each} within "
+                f"{self._timeout:g} s; it has {ray.available_resources()} free: lower it, or add nodes"
+            )
+
+    def placed(self, name: str, launch: SGLangLaunch) -> SGLangLaunch:
+        """Return a server's launch at its node's address; a port is kept as long as the node is.
+
+        Raises:
+            ConfigurationError: other nodes cannot reach that address.
+        """
+        if (known := self._hosts.get(name)) is not None:
+            with contextlib.suppress(RayError):
+                _answer(known.address.remote(launch.port), f"the actor of {name} answers")
+                return launch
+        host = self._hosts[name] = (
+            ray.remote(Host)
+            .options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, list(self._bundles).index(name)),
+                num_cpus=self._bundles[name]["CPU"],
+                num_gpus=self._bundles[name].get("GPU", 0),
+                max_restarts=0,
+            )
+            .remote()
+        )
+        address, port = _answer(host.address.remote(None), f"Ray starts an actor for {name}", self._timeout)
+        if ipaddress.ip_address(address).is_loopback and len(ray.nodes()) > 1:
+            raise ConfigurationError(
+                f"Ray knows the node of {name} as {address}, where no other node reaches it: start Ray there with "
+                "--node-ip-address and the address of the interface to the others"
+            )
+        return replace(launch, host=address, port=port)
+
+    def start(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:
+        """Start a server whose launch is ``placed``. Raises LaunchError: see ``start_sglang``."""
+        host = self._hosts[name]
+        pid = _answer(host.start.remote(name, launch), f"the node starts {name}")
+        return PlacedService(name, pid, log_path, launch.url, host=host)
+
+    def close(self) -> None:
+        """Give the nodes back; whatever still runs there ends."""
+        for host in self._hosts.values():
+            ray.kill(host)
+        remove_placement_group(self._group)
+        ray.shutdown()
+
+
+def _resources(launch: SGLangLaunch) -> dict[str, float]:
+    return {"CPU": 1.0, **({"GPU": float(launch.gpus)} if uses_gpu(launch) else {})}
+
+
+def _answer(call: Any, what: str, timeout: float = _CALL_SECONDS) -> Any:
+    """Return an actor's answer. Raises its own errors, RayActorError if it is lost, AtroposError if it is late."""
+    try:
+        return ray.get(call, timeout=timeout)
+    except GetTimeoutError as error:
+        raise AtroposError(f"waited {timeout:g} s until {what}; see `ray status`, and Ray's logs there") from error
+    except RayTaskError as error:
+        raise LaunchError(str(error.cause)) if isinstance(error.cause, AtroposError) else error
