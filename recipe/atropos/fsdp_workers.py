@@ -5,10 +5,12 @@ HTTP), padding rows do not count as sequences in the loss, and the loss can incl
 pushed through the checkpoint engine of ``weight_sync``.
 """
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
@@ -17,7 +19,8 @@ import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines)
 from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.checkpoint.shards import tensors_only
 from recipe.atropos.checkpoint.store import digests_of, verify
-from recipe.atropos.utils.private_process import keep_rendezvous_on_loopback
+from recipe.atropos.utils.hosts import interface_variables
+from recipe.atropos.utils.private_process import is_loopback, keep_rendezvous_on_loopback
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name, get_torch_device
 from recipe.atropos.verl_ext.worker import (
@@ -61,6 +64,8 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         keep_rendezvous_on_loopback()
+        if not is_loopback(own := ray.util.get_node_ip_address()):
+            os.environ |= interface_variables(own)
         if get_device_name() == "cpu":
             # verl would name the device twice ("cpu:gloo,cpu:gloo"), but it keeps an existing process group.
             initialize_global_process_group_ray(backend="gloo")

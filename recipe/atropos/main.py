@@ -31,7 +31,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, decide_device, platform_variables, visible_gpus
-from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster, interface_variables
 from recipe.atropos.utils.importing import gc_disabled
 from recipe.atropos.verl_ext.attention import set_attention
 
@@ -92,7 +92,7 @@ def _train(config: DictConfig) -> None:
     if not joins_cluster(config.ray_kwargs.ray_init):
         os.environ |= scratch.current().variables()
         if all(is_this_host(url) for url in config.inference.urls):
-            os.environ |= loopback_variables()
+            os.environ |= interface_variables()
     # In the background, since Ray and its workers can start while the servers still do; its thread is a daemon, so a
     # process that fails meanwhile does not wait for it.
     with ThreadPool(1) as background:

@@ -29,7 +29,7 @@ class Cluster:
         self.cpus, self.prefix = cpus, f"atropos-{os.getpid()}"
         self.folder = Path(folder)
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
-        self.variables["RAY_enable_metrics_collection"] = "0"
+        self.variables |= {"RAY_enable_metrics_collection": "0", "RAY_worker_niceness": "0"}
         self.nodes = {}
 
     def address(self, node):

@@ -4,7 +4,8 @@ Guarantees:
 
 - each server has the GPUs of one node to itself, reserved as a bundle of a placement group; servers fill as few nodes
   as they can, which leaves whole nodes to the trainer's ranks;
-- a server listens at the address by which Ray knows its node; loopback is refused, since other nodes could not reach it;
+- a server listens, also to the broadcasts of weights, at the address by which Ray knows its node; loopback is refused,
+  since other nodes could not reach it;
 - a server, and all that it started, ends with its actor, which Ray ends with the launcher or the node;
 - its output is in the run's folder, as that of a service here, and its file on the node is bounded.
 """
@@ -27,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from recipe.atropos.errors import AtroposError, ConfigurationError, LaunchError
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
 from recipe.atropos.utils.files import bound_log
+from recipe.atropos.utils.hosts import interface_variables
 from recipe.atropos.utils.local_ray import start_ray
 from recipe.atropos.utils.process import LocalService, Service, free_port
 from recipe.atropos.utils.scratch import Scratch
@@ -54,7 +56,8 @@ class Host:
         """Start a server, and return its pid. Raises LaunchError: see ``start_sglang``."""
         log, self._read = self._scratch.folder / f"{name}.log", 0
         log.unlink(missing_ok=True)
-        self._service = start_sglang(launch, log_path=log, name=name, env=self._scratch.variables())
+        variables = self._scratch.variables() | interface_variables(launch.host)
+        self._service = start_sglang(launch, log_path=log, name=name, env=variables)
         return self._service.pid
 
     def look(self) -> tuple[int | None, bytes]:
@@ -200,4 +203,6 @@ def _answer(call: Any, what: str, timeout: float = _CALL_SECONDS) -> Any:
     except GetTimeoutError as error:
         raise AtroposError(f"waited {timeout:g} s until {what}; see `ray status`, and Ray's logs there") from error
     except RayTaskError as error:
-        raise LaunchError(str(error.cause)) if isinstance(error.cause, AtroposError) else error
+        if isinstance(error.cause, AtroposError):
+            raise LaunchError(str(error.cause)) from error
+        raise

@@ -76,8 +76,8 @@ def _place_by_ray(config: DictConfig) -> str:
         )
     if given := sorted({"base_gpu_id", "nnodes"} & arguments.keys()):
         raise ConfigurationError(
-            f"inference.args.{given[0]}={arguments[given[0]]} with inference.placement=ray: Ray chooses a server's GPUs, "
-            "all on one node; leave it out"
+            f"inference.args.{given[0]}={arguments[given[0]]} with inference.placement=ray: Ray chooses a server's "
+            "GPUs, all on one node; leave it out"
         )
     if inference.port is not None:
         raise ConfigurationError(f"inference.port={inference.port} with inference.placement=ray: leave it out")
@@ -103,8 +103,8 @@ def _cluster(ray_init: DictConfig) -> str:
 def on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:
     """Return server ``number``'s flags with its GPUs: those after the trainer's or, if colocated, the trainer's.
 
-    Those that Ray assigns are the only ones that a server sees. Where no flag concerns CUDA graphs, they are for as many
-    requests as are kept in flight.
+    Those that Ray assigns are the only ones that a server sees. Where no flag concerns CUDA graphs, they are for as
+    many requests as are kept in flight.
     """
     if config.inference.placement == "ray":
         return _decode_graphs(config, arguments) | arguments

@@ -25,7 +25,7 @@ from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
-from recipe.atropos.utils.hosts import is_this_host, joins_cluster, loopback_variables
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster, interface_variables
 from recipe.atropos.utils.process import Service, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
@@ -129,7 +129,7 @@ class Run:
         config, variables = self.config, self.scratch.variables()
         if config and config.trainer.nnodes == 1 and not joins_cluster(config.ray_kwargs.ray_init):
             if config.inference.args.get("nnodes", 1) == 1 and is_this_host(f"http://{config.inference.host}"):
-                variables |= loopback_variables()
+                variables |= interface_variables()
         return variables
 
     def add(self, service: Service) -> None:

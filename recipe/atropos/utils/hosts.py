@@ -48,10 +48,13 @@ def address_towards(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def loopback_variables() -> dict[str, str]:
-    """Return the environment for processes that all run on this machine: gloo and NCCL listen on loopback only."""
+def interface_variables(own: str = "127.0.0.1") -> dict[str, str]:
+    """Return the environment in which gloo and NCCL use the interface with this machine's address ``own`` only.
+
+    For loopback: that of processes that all run on this machine. What the user has set stays.
+    """
     for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
+        if any(address.address == own for address in addresses):
             return {key: os.environ.get(key, name) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {}
 

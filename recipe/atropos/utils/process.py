@@ -107,7 +107,7 @@ def _claimed(port: int) -> bool:
 
 @dataclass
 class Service(ABC):
-    """A started process, leader of its own session, with all its output in one log file. ``pid`` is that on its node."""
+    """A started process, leader of its own session, with all its output in one log file; ``pid``: that on its node."""
 
     name: str
     pid: int
