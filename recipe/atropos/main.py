@@ -31,7 +31,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, decide_device, platform_variables, visible_gpus
-from recipe.atropos.utils.hosts import is_this_host, joins_cluster, interface_variables
+from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
 from recipe.atropos.utils.importing import gc_disabled
 from recipe.atropos.verl_ext.attention import set_attention
 

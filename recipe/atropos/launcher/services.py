@@ -25,7 +25,7 @@ from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
-from recipe.atropos.utils.hosts import is_this_host, joins_cluster, interface_variables
+from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
 from recipe.atropos.utils.process import Service, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
