@@ -48,7 +48,7 @@ async def launch(run: Run) -> None:
     environments = evaluations = failure = None
     try:
         api = start_api(run)
-        inference = start_inference(run)
+        inference = await start_inference(run)
         start_sessions(run, inference, api)
         evaluations = Evaluations(run, inference)
         console.print(

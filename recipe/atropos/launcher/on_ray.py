@@ -12,8 +12,10 @@ Guarantees:
 
 import contextlib
 import ipaddress
+import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +37,7 @@ from recipe.atropos.utils.scratch import Scratch
 
 LOST = -9  # the exit status of a service whose node or actor is gone
 _LOOK_SECONDS = 0.5  # between two looks at a service
-_CALL_SECONDS = 120.0  # for an actor to start, or to check and start a server
+_CALL_SECONDS = 120.0  # for an actor to check and start a server
 _CHUNK, _LOG_BYTES = 1 << 20, 16 << 20  # of a log: read at once, kept on the node
 
 
@@ -45,20 +47,21 @@ class Host:
     def __init__(self) -> None:
         self._scratch = Scratch.create()
         self._service: LocalService | None = None
+        self._port: int | None = None
         self._read = 0
 
-    def address(self, port: int | None) -> tuple[str, int]:
-        """Return the node's address, and ``port`` or a free one."""
+    def address(self) -> tuple[str, int]:
+        """Return the node's address, and the port there that this server keeps."""
         own = ray.util.get_node_ip_address()
-        return own, port or free_port(own)
+        self._port = self._port or free_port(own)
+        return own, self._port
 
-    def start(self, name: str, launch: SGLangLaunch) -> int:
-        """Start a server, and return its pid. Raises LaunchError: see ``start_sglang``."""
+    def start(self, name: str, launch: SGLangLaunch) -> None:
+        """Start a server. Raises LaunchError: see ``start_sglang``."""
         log, self._read = self._scratch.folder / f"{name}.log", 0
         log.unlink(missing_ok=True)
         variables = self._scratch.variables() | interface_variables(launch.host)
         self._service = start_sglang(launch, log_path=log, name=name, env=variables)
-        return self._service.pid
 
     def look(self) -> tuple[int | None, bytes]:
         """Return the server's exit status, None while it runs, and what it has written since the last look."""
@@ -82,7 +85,7 @@ class Host:
 
 @dataclass
 class PlacedService(Service):
-    """A service on a node of the cluster; a thread follows it."""
+    """A service on a node of the cluster; a thread follows it. ``pid``: this process, which it ends with."""
 
     host: Any = None
 
@@ -126,51 +129,79 @@ class PlacedService(Service):
             self._status = LOST if self._status is None else self._status
 
 
+@dataclass
+class _Seat:
+    """Where a server runs: a bundle, the actor there and, while a start waits for it, its address."""
+
+    bundle: int
+    host: Any
+    address: Any = None
+    asked: float = 0.0
+    lost: str = ""
+
+
 class Cluster:
-    """The run's servers on a Ray cluster: reserved when it is made, one bundle for each.
+    """The run's servers on a Ray cluster: one bundle of a placement group for each, made again when a node is lost.
 
     Raises:
-        ConfigurationError: the cluster has no room for the servers within ``timeout`` seconds.
-        AtroposError: it cannot be reached.
+        AtroposError: the cluster cannot be reached.
     """
 
     def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch]):
         before = signal.getsignal(signal.SIGTERM)  # Ray sets its own, which would end this process at once
         start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
         signal.signal(signal.SIGTERM, before)
-        self._bundles = {name: _resources(launch) for name, launch in launches.items()}
         self._timeout = float(config.inference.start_timeout)
-        self._hosts: dict[str, Any] = {}
-        self._group = placement_group(list(self._bundles.values()), strategy="PACK", name=f"{config.run.name}_servers")
-        if not ray.wait([self._group.ready()], timeout=self._timeout)[0]:
-            remove_placement_group(self._group)
-            [each] = {str(bundle) for bundle in self._bundles.values()}
-            raise ConfigurationError(
-                f"inference.servers={len(launches)}: Ray found no room for servers of {each} within "
-                f"{self._timeout:g} s; it has {ray.available_resources()} free: lower it, or add nodes"
+        self._bundles = [_resources(launch) for launch in launches.values()]
+        self._group = placement_group(self._bundles, strategy="PACK", name=f"{config.run.name}_servers")
+        self._seats = {name: _Seat(number, self._host(number)) for number, name in enumerate(launches)}
+
+    def _host(self, bundle: int) -> Any:
+        resources = self._bundles[bundle]
+        return (
+            ray.remote(Host)
+            .options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
             )
+            .remote()
+        )
+
+    def awaited(self, name: str) -> str:
+        """Return what the start of a server waits for, "" once nothing: its node or, if that is lost, another one.
+
+        Raises:
+            ConfigurationError: it has waited longer than ``inference.start_timeout``.
+        """
+        seat = self._seats[name]
+        if seat.address is None:
+            seat.address, seat.asked = seat.host.address.remote(), time.monotonic()
+        if ray.wait([seat.address], timeout=0)[0]:
+            try:
+                ray.get(seat.address)
+            except RayError as error:
+                seat.lost, seat.host = str(error), self._host(seat.bundle)
+                seat.address = seat.host.address.remote()
+            else:
+                return ""
+        if time.monotonic() > seat.asked + self._timeout:
+            raise ConfigurationError(
+                f"inference.servers={len(self._bundles)}: Ray has no node for {name}, which takes "
+                f"{self._bundles[seat.bundle]}, within inference.start_timeout={self._timeout:g} s; free are "
+                f"{ray.available_resources()}: lower it, or add nodes{seat.lost and f' (lost before: {seat.lost})'}"
+            )
+        return "when Ray has a node for it"
 
     def placed(self, name: str, launch: SGLangLaunch) -> SGLangLaunch:
-        """Return a server's launch at its node's address; a port is kept as long as the node is.
+        """Return a server's launch at its node's address, once nothing is ``awaited``; there it keeps its port.
 
         Raises:
             ConfigurationError: other nodes cannot reach that address.
         """
-        if (known := self._hosts.get(name)) is not None:
-            with contextlib.suppress(RayError):
-                _answer(known.address.remote(launch.port), f"the actor of {name} answers")
-                return launch
-        host = self._hosts[name] = (
-            ray.remote(Host)
-            .options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, list(self._bundles).index(name)),
-                num_cpus=self._bundles[name]["CPU"],
-                num_gpus=self._bundles[name].get("GPU", 0),
-                max_restarts=0,
-            )
-            .remote()
-        )
-        address, port = _answer(host.address.remote(None), f"Ray starts an actor for {name}", self._timeout)
+        seat = self._seats[name]
+        address, port = ray.get(seat.address)
+        seat.address = None
         if ipaddress.ip_address(address).is_loopback and len(ray.nodes()) > 1:
             raise ConfigurationError(
                 f"Ray knows the node of {name} as {address}, where no other node reaches it: start Ray there with "
@@ -180,14 +211,14 @@ class Cluster:
 
     def start(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:
         """Start a server whose launch is ``placed``. Raises LaunchError: see ``start_sglang``."""
-        host = self._hosts[name]
-        pid = _answer(host.start.remote(name, launch), f"the node starts {name}")
-        return PlacedService(name, pid, log_path, launch.url, host=host)
+        host = self._seats[name].host
+        _answer(host.start.remote(name, launch), f"the node starts {name}", _CALL_SECONDS)
+        return PlacedService(name, os.getpid(), log_path, launch.url, host=host)
 
     def close(self) -> None:
         """Give the nodes back; whatever still runs there ends."""
-        for host in self._hosts.values():
-            ray.kill(host)
+        for seat in self._seats.values():
+            ray.kill(seat.host)
         remove_placement_group(self._group)
         ray.shutdown()
 
@@ -196,10 +227,10 @@ def _resources(launch: SGLangLaunch) -> dict[str, float]:
     return {"CPU": 1.0, **({"GPU": float(launch.gpus)} if uses_gpu(launch) else {})}
 
 
-def _answer(call: Any, what: str, timeout: float = _CALL_SECONDS) -> Any:
-    """Return an actor's answer. Raises its own errors, RayActorError if it is lost, AtroposError if it is late."""
+def _answer(call: Any, what: str, timeout: float) -> None:
+    """Wait for an actor. Raises LaunchError with its own errors, RayError if it is lost, AtroposError if it is late."""
     try:
-        return ray.get(call, timeout=timeout)
+        ray.get(call, timeout=timeout)
     except GetTimeoutError as error:
         raise AtroposError(f"waited {timeout:g} s until {what}; see `ray status`, and Ray's logs there") from error
     except RayTaskError as error:

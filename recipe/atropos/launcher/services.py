@@ -47,14 +47,14 @@ class RestartPolicy:
     """How a service is restarted, and which configuration key sets the limit.
 
     ``kind`` names a set of services of which any one suffices once training is done or, if they are ``optional``, also
-    before. While ``may_start`` returns False, the trainer holds the memory that the service needs, and the restart
-    waits. ``recovers``: whether a restart can help after an exit status.
+    before. A restart waits while ``awaited`` says what for. ``recovers``: whether a restart can help after an exit
+    status.
     """
 
     start: Callable[[], Service]
     limit: int
     kind: str
-    may_start: Callable[[], bool] = lambda: True
+    awaited: Callable[[], str] = lambda: ""
     recovers: Callable[[int], bool] = lambda status: True
     key: str = "inference.max_restarts"
     optional: bool = False
@@ -200,10 +200,10 @@ class Run:
             self._abandon(service, policy)
             return
         service.stop()
-        held = not policy.may_start()
-        if held or delay > 0:
+        awaited = policy.awaited()
+        if awaited or delay > 0:
             if not announced:
-                when = "when the trainer releases its memory" if held else f"in {delay:.0f} s"
+                when = awaited or f"in {delay:.0f} s"
                 note = f"[bold]{service.name}[/] ended ({service.poll()}); it starts again {when}"
                 console.print(note, soft_wrap=True)
             return

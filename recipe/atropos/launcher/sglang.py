@@ -19,6 +19,7 @@ from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
 from recipe.atropos.launcher.services import WATCH_SECONDS, RestartPolicy, Run
+from recipe.atropos.terminal.progress import progress
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -146,7 +147,7 @@ def given_ports(config: DictConfig) -> dict[str, int]:
     return {key: port for key, port in ports.items() if port is not None}
 
 
-def start_inference(run: Run) -> Inference:
+async def start_inference(run: Run) -> Inference:
     """Start the servers and the gateway, without waiting for them to be healthy.
 
     Raises:
@@ -158,8 +159,11 @@ def start_inference(run: Run) -> Inference:
         from recipe.atropos.launcher.on_ray import Cluster  # here: importing Ray takes seconds
 
         run.cluster = Cluster(run.config, inference.servers)
-        for name, launch in inference.servers.items():
-            inference.servers[name] = run.cluster.placed(name, launch)
+        with progress("Ray looks for nodes for the SGLang servers"):
+            for name, launch in inference.servers.items():
+                while run.cluster.awaited(name):
+                    await asyncio.sleep(WATCH_SECONDS)
+                inference.servers[name] = run.cluster.placed(name, launch)
     port = urlsplit(inference.gateway).port
     run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
     for name in inference.servers:
@@ -218,14 +222,20 @@ async def serves(run: Run, url: str) -> bool:
         return await client.health()
 
 
+def _awaited(run: Run, name: str) -> str:
+    if run.config.inference.colocated and run.files.servers_offloaded.exists():
+        return "when the trainer releases its memory"
+    return run.cluster.awaited(name) if run.cluster is not None else ""
+
+
 def _enable_restarts(run: Run, inference: Inference) -> None:
     """Set the restart policies; a colocated server's restart waits while the trainer holds the GPU memory."""
-    limit, colocated = run.config.inference.max_restarts, run.config.inference.colocated
+    limit = run.config.inference.max_restarts
     for name in inference.servers:
         run.restart_policies[name] = RestartPolicy(
             partial(_restart_server, run, inference, name),
             limit,
             kind="sglang",
-            may_start=lambda: not (colocated and run.files.servers_offloaded.exists()),
+            awaited=partial(_awaited, run, name),
         )
     run.restart_policies["gateway"] = RestartPolicy(partial(_start_gateway, run, inference), limit, kind="gateway")

@@ -23,6 +23,7 @@ from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
+from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_name
@@ -47,14 +48,17 @@ class DevicePool(RayResourcePool):
 
     verl requests three CPUs per rank, for worker groups that this trainer does not have, and waits without a timeout.
 
+    ``grows``: nodes may join Ray meanwhile; where they may not, what it lacks now is an error at once.
+
     Raises:
         ConfigurationError: Ray cannot place the ranks within ``timeout`` seconds.
     """
 
-    def __init__(self, ranks: list[int], name: str, timeout: float):
+    def __init__(self, ranks: list[int], name: str, timeout: float, grows: bool):
         super().__init__(ranks, use_gpu=True, name_prefix=name, max_colocate_count=1)
         self.timeout = timeout
-        self._check_available()
+        if not grows:
+            self._check_available()
         self.pgs = self._reserve()
 
     def _check_available(self) -> None:
@@ -108,6 +112,7 @@ class ActorGroup(LimitedWorkerGroup):
             # Placement group names are shared by all jobs of a Ray cluster.
             name=f"{config.run.name}_{uuid.uuid4().hex[:8]}_",
             timeout=trainer.ray_wait_register_center_timeout,
+            grows=joins_cluster(config.ray_kwargs.ray_init),
         )
         super().__init__(
             self.pool,

@@ -394,11 +394,45 @@ def test_gpu_memory_that_cannot_be_released_is_told_at_once(interpreter, machine
         check_saver("/nope/python")
 
 
+BY_RAY = "inference.placement=ray"
+
+
+def test_placement_by_ray_takes_gpus_of_whole_nodes(machine, tmp_path):
+    """Of several nodes unless told otherwise; SGLang sees the GPUs that Ray assigns, and no others."""
+    machine(2)
+    config, told = placed(HEAD, "trainer.nnodes=2", "inference.servers=3", "inference.args.tp_size=2")
+    assert told == "Ray places 3 servers (inference.placement=ray)" and config.inference.colocated is False
+    launches = plan_servers(run_of(config, tmp_path)).values()
+    assert [launch.gpus for launch in launches] == [2, 2, 2]
+    assert not any("base_gpu_id" in launch.extra_args for launch in launches)
+    config, _ = placed(HEAD, "trainer.nnodes=2", "inference.placement=launcher", "trainer.n_gpus_per_node=1")
+    assert config.inference.placement == "launcher"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([BY_RAY], "joins no Ray cluster; set ray_kwargs.ray_init.address"),
+        ([BY_RAY, HEAD, "inference.colocated=true"], "Ray gives a GPU to one of the two"),
+        ([BY_RAY, HEAD, "inference.args.nnodes=2"], "inference.args.nnodes=2 with .* all on one node"),
+        ([BY_RAY, HEAD, "inference.args.base-gpu-id=1"], "inference.args.base_gpu_id=1 with"),
+        ([BY_RAY, HEAD, "inference.port=30000"], "inference.port=30000 with"),
+    ],
+)
+def test_placement_by_ray_refuses_what_ray_decides(machine, overrides, message):
+    machine(2)
+    with pytest.raises(ConfigurationError, match=message):
+        placed(*overrides)
+
+
 @pytest.mark.parametrize("colocated", [True, False])
 def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine, tmp_path, monkeypatch):
     machine(2)
     order = []
     config = load_config(["preset=demo", "trainer.device=cuda", f"inference.colocated={str(colocated).lower()}"])
+
+    async def planned(run):
+        return Inference(plan_servers(run), "http://127.0.0.1:9", "key")
 
     async def healthy(*_):
         order.append("servers healthy")
@@ -407,9 +441,7 @@ def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine
         raise LaunchError("enough")
 
     monkeypatch.setattr(launch, "start_api", lambda run: SimpleNamespace(url="http://127.0.0.1:8"))
-    monkeypatch.setattr(
-        launch, "start_inference", lambda run: Inference(plan_servers(run), "http://127.0.0.1:9", "key")
-    )
+    monkeypatch.setattr(launch, "start_inference", planned)
     monkeypatch.setattr(
         launch, "start_trainer", lambda *_: order.append("trainer") or SimpleNamespace(log_path=tmp_path)
     )

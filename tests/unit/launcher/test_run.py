@@ -193,7 +193,10 @@ def test_run_that_is_terminated_ends_its_services(tmp_path, monkeypatch, number)
         os.kill(os.getpid(), number)
         await asyncio.sleep(60)
 
-    steps = {"start_api": lambda run: run.start("api", SLEEP), "start_inference": lambda run: inference}
+    async def planned(_):
+        return inference
+
+    steps = {"start_api": lambda run: run.start("api", SLEEP), "start_inference": planned}
     for name, step in (steps | {"start_trainer": lambda *_: None, "servers_healthy": wait}).items():
         monkeypatch.setattr(f"recipe.atropos.launcher.launch.{name}", step)
     inference.servers["sglang"] = SGLangLaunch("m", port=1)
@@ -242,12 +245,12 @@ def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
     """It is said to wait. A server on the trainer's GPUs, while the trainer has its memory."""
     offloaded = tmp_path / "offloaded"
     offloaded.touch()
-    service = restartable(run, "sglang", limit=1, may_start=lambda: not offloaded.exists())
+    service = restartable(run, "sglang", limit=1, awaited=lambda: "later" * offloaded.exists())
     end(service)
     for _ in range(3):
         run.check()
     assert run.services == {"sglang": service} and not service.members()
-    assert capsys.readouterr().out == "sglang ended (-9); it starts again when the trainer releases its memory\n"
+    assert capsys.readouterr().out == "sglang ended (-9); it starts again later\n"
     offloaded.unlink()
     run.check()
     assert run.services["sglang"].poll() is None and "1 of 1 restarts" in capsys.readouterr().out
@@ -262,11 +265,10 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocate
     try:
         _enable_restarts(run, Inference({"sglang": SGLangLaunch("m", port=1)}, "http://gateway", "key"))
         memory = build_manager(config, None, 10, None).memory
-        assert run.restart_policies["sglang"].may_start()
+        assert not run.restart_policies["sglang"].awaited()
         (memory.mark if colocated else RunDir(tmp_path).servers_offloaded).touch()
-        assert (
-            run.restart_policies["sglang"].may_start() is not colocated and run.restart_policies["gateway"].may_start()
-        )
+        assert bool(run.restart_policies["sglang"].awaited()) is colocated
+        assert not run.restart_policies["gateway"].awaited()
     finally:
         run.stop()
 

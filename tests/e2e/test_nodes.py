@@ -1,0 +1,93 @@
+"""A run on a Ray cluster of several nodes, in network namespaces of this machine, with servers that Ray places."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import ledger
+from helpers.nodes import Cluster, namespaces_are_permitted
+from helpers.waiting import until
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+SERVER, RANK = "sglang.launch_server", "ray::AtroposActorWorker"
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A head without room for servers and ranks, and three nodes with room for one of them each."""
+    if not namespaces_are_permitted():
+        pytest.skip("network namespaces are not permitted here")
+    with Cluster(tmp_path, [0, 1, 1, 1]) as cluster:
+        yield cluster
+
+
+class Launched:
+    """A launcher on the head; ``poll`` and ``tail`` as of a service."""
+
+    def __init__(self, cluster, folder, *options):
+        self.cluster, self.run, self.log = cluster, folder / "run", folder / "launcher.log"
+        command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "demo", "--plain"]
+        command += [f"ray_kwargs.ray_init.address={cluster.address(0)}:6379", "inference.placement=ray", *options]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                cluster.command(0, *command, "--run-dir", str(self.run)),
+                env=os.environ | cluster.variables,
+                cwd=Path(__file__).parents[2],
+                stdout=log,
+                stderr=log,
+            )
+        self.poll = self.process.poll
+
+    def tail(self, lines):
+        return "\n".join(self.log.read_text().splitlines()[-lines:])
+
+    def node_of(self, text):
+        """The node that has a process with such a command line, or None."""
+        for node in self.cluster.nodes:
+            if any(text in " ".join(process.cmdline()) for process in self.cluster.processes(node)):
+                return node
+        return None
+
+    def reach(self, step, within=240):
+        until(lambda: any(line["step"] >= step for line in read_metrics(self.run)), within, self)
+
+    def own_processes(self):
+        """Those of the run, not of Ray."""
+        living = [process for node in self.cluster.nodes for process in self.cluster.processes(node)]
+        return [
+            process
+            for process in living
+            if any(mark in " ".join(process.cmdline()) for mark in (SERVER, RANK, "recipe.atropos"))
+        ]
+
+
+def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_path):
+    """Each is started again on another node; afterwards nothing is left anywhere."""
+    options = ["trainer.save_freq=2", "environment.evaluate=false", "trainer.logger=[console]"]
+    launched = Launched(cluster, tmp_path, "--steps", "12", *options)
+    launched.reach(3)
+    server, rank = launched.node_of(SERVER), launched.node_of(RANK)
+    assert {server, rank} < {1, 2, 3} and server != rank
+    cluster.kill(server)
+    until(lambda: launched.node_of(SERVER) not in (None, server), 180, launched)
+    done = max(line["step"] for line in read_metrics(launched.run))
+    launched.reach(done + 2)
+    cluster.start(server)  # a replacement, for what is lost next
+    rank = launched.node_of(RANK)
+    cluster.kill(rank)
+    launched.reach(12, within=400)
+    assert launched.process.wait(120) == 0, launched.tail(60)
+    counts = ledger(launched.run)
+    steps = counts.pop("steps"), counts.pop("groups"), counts.pop("empty_batches")
+    assert steps[0] == 12 and not any(counts.values()), counts
+    log = RunDir(launched.run).log("sglang").read_text()
+    assert "its node, or its actor there, is lost" in log
+    ended = time.monotonic()
+    until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
+    assert time.monotonic() - ended < 20
