@@ -59,12 +59,9 @@ class Launched:
 
     def own_processes(self):
         """Those of the run, not of Ray."""
-        living = [process for node in self.cluster.nodes for process in self.cluster.processes(node)]
-        return [
-            process
-            for process in living
-            if any(mark in " ".join(process.cmdline()) for mark in (SERVER, RANK, "recipe.atropos"))
-        ]
+        living = (process for node in self.cluster.nodes for process in self.cluster.processes(node))
+        lines = (" ".join(process.cmdline()) for process in living)
+        return [line for line in lines if any(mark in line for mark in (SERVER, RANK, "recipe.atropos"))]
 
 
 def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_path):

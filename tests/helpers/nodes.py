@@ -6,6 +6,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,15 +38,16 @@ class Cluster:
 
     def __enter__(self):
         with contextlib.ExitStack() as stack:
+            self.sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))  # whose paths must be short
             stack.callback(self._close)
             for node in range(len(self.cpus)):
                 self._join_network(node)
                 self.start(node)
-            stack.pop_all()
+            self._left = stack.pop_all()
         return self
 
     def __exit__(self, *error):
-        self._close()
+        self._left.close()
 
     def _close(self):
         for node in reversed(list(self.nodes)):
@@ -74,7 +76,7 @@ class Cluster:
     def start(self, node):
         """Start Ray on a node."""
         where = ["--head", "--port=6379", "--include-dashboard=false"]
-        where += [f"--temp-dir={self.folder / 'ray'}"]
+        where += [f"--temp-dir={self.sockets}"]
         if node:
             where = [f"--address={self.address(0)}:6379"]
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
