@@ -5,6 +5,7 @@ HTTP), padding rows do not count as sequences in the loss, and the loss can incl
 pushed through the checkpoint engine of ``weight_sync``.
 """
 
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,13 @@ class AtroposActorWorker(ActorRolloutRefWorker):
             initialize_global_process_group_ray(backend="gloo")
         super().init_model()
         self.actor.set_loss_fn(partial(atropos_loss, **self.loss_fn.keywords, distillation=self.distillation))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def answer_in(self, folder: str) -> str:
+        """Write a file named as this rank into ``folder``, if that exists here; return the node's address."""
+        with contextlib.suppress(OSError):
+            Path(folder, str(self.rank)).touch()
+        return ray.util.get_node_ip_address()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, *args: Any) -> dict[str, str]:

@@ -104,6 +104,7 @@ class RayGRPOAtroposTrainer:
     def init_workers(self) -> None:
         """Start the actor's ranks under Ray, load the model, and find the servers to which its weights are pushed."""
         self.actor = ActorGroup(self.config, self.distillation)
+        self.actor.check_shared(Path(self.config.trainer.default_local_dir))
         if self.config.trainer.atropos.replay:
             self.checkpoint_manager = NoServers()
             return

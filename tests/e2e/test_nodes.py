@@ -1,6 +1,7 @@
 """A run on a Ray cluster of several nodes, in network namespaces of this machine, with servers that Ray places."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,13 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVER, RANK = "sglang.launch_server", "ray::AtroposActorWorker"
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    """A head without room for servers and ranks, and three nodes with room for one of them each."""
+@pytest.fixture(autouse=True)
+def permitted():
     if not namespaces_are_permitted():
         pytest.skip("network namespaces are not permitted here")
-    with Cluster(tmp_path, [0, 1, 1, 1]) as cluster:
-        yield cluster
 
 
 class Launched:
@@ -64,6 +62,13 @@ class Launched:
         return [line for line in lines if any(mark in line for mark in (SERVER, RANK, "recipe.atropos"))]
 
 
+@pytest.fixture
+def cluster(tmp_path):
+    """A head without room for servers and ranks, and three nodes with room for one of them each."""
+    with Cluster(tmp_path, [0, 1, 1, 1]) as cluster:
+        yield cluster
+
+
 def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_path):
     """Each is started again on another node; afterwards nothing is left anywhere."""
     options = ["trainer.save_freq=2", "environment.evaluate=false", "trainer.logger=[console]"]
@@ -88,3 +93,15 @@ def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_pat
     ended = time.monotonic()
     until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
     assert time.monotonic() - ended < 20
+
+
+def test_nodes_that_share_no_folder_for_checkpoints_are_refused(tmp_path):
+    """By their address. Both nodes have the folder, and one of them another file system there."""
+    hidden = tmp_path / "run"
+    hidden.mkdir()
+    with Cluster(tmp_path, [0, 1, 1], apart={1: hidden, 2: hidden}) as cluster:
+        launched = Launched(cluster, tmp_path, "--steps", "2")
+        assert launched.process.wait(300) == 1
+        places = "|".join(map(re.escape, (cluster.address(1), cluster.address(2))))
+        message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no checkpoint"
+        assert re.search(message, launched.log.read_text().replace("\n", " ")), launched.tail(30)

@@ -8,6 +8,7 @@ Guarantees:
 """
 
 import math
+import tempfile
 import uuid
 from collections import ChainMap
 from pathlib import Path
@@ -127,6 +128,22 @@ class ActorGroup(LimitedWorkerGroup):
             limit=trainer.atropos.step_timeout,
         )
         self.init_model()
+
+    def check_shared(self, folder: Path) -> None:
+        """Check that all ranks see ``folder`` as this process does: each reads what this one writes, and answers there.
+
+        Raises:
+            ConfigurationError: names the nodes that have another folder of that name, or none.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as probe:
+            nodes = self.answer_in(probe)
+            apart = sorted({node for rank, node in enumerate(nodes) if not Path(probe, str(rank)).exists()})
+        if apart:
+            raise ConfigurationError(
+                f"trainer.default_local_dir={folder} is not one folder for this machine and {', '.join(apart)}, so no "
+                "checkpoint would be whole: mount a shared file system there on every node, or set run.dir to one"
+            )
 
     def data_parallel_size(self, mesh: str = "actor") -> int:
         """Return the data-parallel size (each sequence-parallel group is 1) of "actor", or of a second model, "ref"."""
