@@ -31,6 +31,12 @@ class NothingToTrain(AtroposError, RuntimeError):
     """What the environments send cannot be trained on; the message counts the reasons."""
 
 
+class Preempted(AtroposError, RuntimeError):
+    """The run gives its machines back, as SIGUSR1 asked; the same command continues from the newest checkpoint."""
+
+    recoverable = True
+
+
 class EnvironmentFailure(AtroposError, RuntimeError):
     """An environment cannot continue and exits; the message says what was wrong, with its value, and what to do."""
 

@@ -8,6 +8,7 @@ configuration has been checked, so that a wrong key or value is reported quickly
 
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -104,6 +105,7 @@ def _train(config: DictConfig) -> None:
             trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
             trainer.init_workers()
             services.get()
+            signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "preempted", True))
             trainer.fit()
         except Exception:
             keep_logs(RunDir(config.run.dir).logs / "ray")

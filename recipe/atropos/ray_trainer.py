@@ -39,7 +39,7 @@ from recipe.atropos.data.rows import (
 )
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data.scored_group import Group
-from recipe.atropos.errors import NothingToTrain, secondary_errors
+from recipe.atropos.errors import NothingToTrain, Preempted, secondary_errors
 from recipe.atropos.run.evaluation_marker import needs_evaluation, wait_until_evaluated
 from recipe.atropos.run.record import RunRecord, heldout_scores
 from recipe.atropos.run.trackers import Trackers
@@ -100,6 +100,7 @@ class RayGRPOAtroposTrainer:
         self.metrics: dict[str, Any] = {}
         self.timing_raw: dict[str, float] = {}
         self.global_steps, self._longest_step = 0, 0.0
+        self.preempted = False  # by SIGUSR1: the step that is being trained is the last, and is saved
 
     def init_workers(self) -> None:
         """Start the actor's ranks under Ray, load the model, and find the servers to which its weights are pushed."""
@@ -127,6 +128,8 @@ class RayGRPOAtroposTrainer:
             try:
                 for self.global_steps in range(done + 1, total + 1):
                     self.fit_step()
+                    if self.preempted and not self._is_last_step:
+                        raise Preempted(f"SIGUSR1: ends after step {self.global_steps}; the same command continues")
             finally:
                 with secondary_errors():
                     self.checkpoint_manager.onload_servers()
@@ -410,13 +413,13 @@ class RayGRPOAtroposTrainer:
         self.data_source.commit(self.checkpoints.oldest_batch())
 
     def _save_if_due(self) -> None:
-        """Save every ``save_freq`` steps, after the last, and before the machine's announced end (verl's ESI)."""
+        """Save every ``save_freq`` steps, after the last, and before the machine's end (SIGUSR1, or verl's ESI)."""
         trainer = self.config.trainer
         self._longest_step = max(self._longest_step, self.timing_raw["step"])
         if trainer.save_freq <= 0:
             return
         ends_soon = should_save_ckpt_esi(self._longest_step, redundant_time=trainer.esi_redundant_time)
-        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon:
+        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon or self.preempted:
             with marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
         self.record.add_seconds("save", self.timing_raw.get("save_checkpoint", 0.0))

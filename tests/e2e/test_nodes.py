@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.chaos import ledger
 from helpers.nodes import Cluster, namespaces_are_permitted
 from helpers.waiting import until
+from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 
@@ -93,6 +95,25 @@ def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_pat
     ended = time.monotonic()
     until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
     assert time.monotonic() - ended < 20
+
+
+def test_nodes_that_are_preempted_are_given_back_and_the_run_goes_on(tmp_path):
+    """SIGUSR1: the step that is trained is saved, nothing is left; the same command continues, each batch once."""
+    options = ["environment.evaluate=false", "trainer.logger=[console]", "trainer.save_freq=100"]
+    with Cluster(tmp_path, [0, 1, 1]) as cluster:
+        launched = Launched(cluster, tmp_path, "--steps", "60", *options)
+        launched.reach(3)
+        launched.process.send_signal(signal.SIGUSR1)
+        assert launched.process.wait(120) == RECOVERABLE, launched.tail(60)
+        until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
+        done = max(line["step"] for line in read_metrics(launched.run))
+        assert [folder.name for folder in (launched.run / "checkpoints").glob("global_step_*")] == [
+            f"global_step_{done}"
+        ]
+        launched = Launched(cluster, tmp_path, "--steps", str(done + 2), *options)
+        assert launched.process.wait(300) == 0, launched.tail(60)
+        counts = ledger(launched.run)
+        assert counts.pop("steps") == done + 2 and counts.pop("groups") and not any(counts.values()), counts
 
 
 def test_nodes_that_share_no_folder_for_checkpoints_are_refused(tmp_path):

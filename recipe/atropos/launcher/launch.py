@@ -44,6 +44,7 @@ async def launch(run: Run) -> None:
     # So does SIGHUP, when the terminal closes, unless it is ignored (nohup).
     for number in _ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, asyncio.current_task().cancel)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, run.preempt)
     started = time.monotonic()
     environments = evaluations = failure = None
     try:

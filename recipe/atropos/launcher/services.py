@@ -8,6 +8,7 @@ ends, except a trainer that is done, ends the run. ``services.json`` lists the l
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.errors import attempt_all
+from recipe.atropos.errors import Preempted, attempt_all
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
@@ -99,6 +100,7 @@ class Run:
     started: float = field(default_factory=time.time)
     reserved: dict[str, socket.socket] = field(default_factory=dict)
     """Sockets that hold the ports of services, by name; each start of such a service inherits one that listens."""
+    preempted: bool = False
     cluster: "Cluster | None" = field(default=None, repr=False)
     """Where Ray has placed the servers, if it does."""
 
@@ -177,10 +179,14 @@ class Run:
 
         Raises:
             ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
+            Preempted: the trainer has ended as ``preempt`` asked.
             FolderRemoved: the run's folder was removed, whatever may have made one there since.
         """
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
             raise FolderRemoved(self.files.path)
+        trainer = self.services.get("trainer")
+        if self.preempted and (trainer is None or trainer.poll() not in (None, 0)):
+            raise Preempted(f"{self.files.path}: SIGUSR1 has ended the run; the same command continues")
         for service in tuple(self.services.values()):
             status = service.poll()
             if status is None or (service.name == "trainer" and status == 0):
@@ -189,6 +195,13 @@ class Run:
                 self._drop_after_training(service)
             else:
                 self._restart(service)
+
+    def preempt(self) -> None:
+        """Let the trainer end after the step that it trains, with a checkpoint, and the run with it."""
+        self.preempted = True
+        trainer = self.services.get("trainer")
+        if trainer is not None and trainer.poll() is None:
+            os.kill(trainer.pid, signal.SIGUSR1)
 
     def _restart(self, service: Service) -> None:
         policy = self.restart_policies.get(service.name)
