@@ -1,0 +1,76 @@
+"""Check the nodes of a Ray cluster, or print a job for one: ``verl-atropos cluster check|sbatch [OPTIONS of train]``
+
+``check`` joins the cluster of ``ray_kwargs.ray_init.address`` or RAY_ADDRESS; ``--nodes N --wait SECONDS`` waits until
+Ray knows so many. Exit status 0 only if every check passed on every node. ``sbatch`` prints a script for SLURM.
+"""
+
+import argparse
+import importlib.resources
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from recipe.atropos.config.compose import given_keys
+from recipe.atropos.config.models import MODEL_KEY
+from recipe.atropos.config.options import add_options, compose_overrides
+from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.launcher.run_plan import plan_run
+from recipe.atropos.utils.hosts import joins_cluster
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return exit status 0 only if every check passed."""
+    parser = argparse.ArgumentParser(prog="verl-atropos cluster", description=__doc__.splitlines()[0].partition(":")[0])
+    parser.add_argument("action", choices=("check", "sbatch"))
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="nodes that there must be, of a job: its nodes"
+    )
+    parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for them to join Ray")
+    add_options(parser)
+    given = parser.parse_intermixed_args(argv)
+    overrides = compose_overrides(given)
+    with one_line_errors(OmegaConfBaseException):
+        if given.action == "sbatch":
+            print(script(given.nodes, overrides))
+            return 0
+        return check(overrides, given.nodes, given.wait)
+
+
+def script(nodes: int, overrides: Sequence[str]) -> str:
+    """Return the job for SLURM that trains with ``overrides`` on so many nodes."""
+    template = importlib.resources.files("recipe.atropos.config").joinpath("slurm.sh").read_text()
+    values = {
+        "NODES": str(nodes),
+        "OPTIONS": shlex.join(overrides),
+        "PYTHON": sys.executable,
+        "FOLDER": str(Path.cwd()),
+    }
+    for name, value in values.items():
+        template = template.replace(f"<{name}>", value)
+    return template.rstrip()
+
+
+def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
+    """Print each check of each node; return 0 if all passed, else 1. Raises ConfigurationError: no cluster is joined."""
+    model = [] if {"preset", MODEL_KEY} & given_keys(overrides) else [f"{MODEL_KEY}=model"]
+    config = plan_run([*overrides, *model]).config
+    if not joins_cluster(config.ray_kwargs.ray_init):
+        raise ConfigurationError("no Ray cluster is joined: set ray_kwargs.ray_init.address=HEAD:6379, or RAY_ADDRESS")
+    from recipe.atropos.launcher.cluster_check import check_nodes, wait_for_nodes
+    from recipe.atropos.utils.local_ray import start_ray
+
+    start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
+    findings = [*wait_for_nodes(nodes, wait), *check_nodes(config)]
+    table = Table("node", "check", "", box=None, pad_edge=False)
+    for finding in sorted(findings, key=lambda finding: finding.node):
+        state = f"[bold red]FAILED[/] {escape(finding.problem)}" if finding.problem else "[green]ok[/]"
+        table.add_row(finding.node, finding.check, state)
+    Console(highlight=False, soft_wrap=True).print(table)
+    return int(any(finding.problem for finding in findings))

@@ -1,0 +1,228 @@
+"""What would keep the nodes of a Ray cluster from working together, found before a run needs them.
+
+An actor on each node says what is there, writes into the run's folder and connects to all others. Every failed check
+names the node and the fix.
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata as metadata
+import ipaddress
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from omegaconf import DictConfig
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from recipe.atropos.errors import AtroposError, LaunchError
+from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.utils.machine import versions_in
+
+TRAINER, SGLANG = ("torch", "verl", "ray", "atroposlib", "transformers"), ("torch", "sglang", "transformers")
+_SECONDS = 120.0  # for the nodes' answers
+_APART_SECONDS = 2.0  # between two clocks
+_LEAST_FILES = 4096
+_GPU_MEBIBYTES = 1024  # of a GPU that is in use, by others than Ray
+_CONNECT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU."""
+
+    address: str
+    time: float
+    versions: dict[str, str | None]
+    files: int
+    interfaces: dict[str, str]
+    chosen: dict[str, str]
+    gpu_memory: list[int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check of a node, by its address; ``problem``: what is wrong and the fix, "" if nothing is."""
+
+    check: str
+    node: str
+    problem: str
+
+
+class Probe:
+    """The actor on a node."""
+
+    def __init__(self, python: str | None):
+        self._python, self._listener = python, socket.create_server((ray.util.get_node_ip_address(), 0))
+
+    def facts(self) -> Facts:
+        nics = psutil.net_if_addrs().items()
+        variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        return Facts(
+            address=ray.util.get_node_ip_address(),
+            time=time.time(),
+            versions=self._versions(),
+            files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            interfaces={each.address: name for name, addresses in nics for each in addresses},
+            chosen={name: os.environ[name] for name in variables if name in os.environ},
+            gpu_memory=_gpu_memory(),
+        )
+
+    def _versions(self) -> dict[str, str | None]:
+        own: dict[str, str | None] = {"python": platform.python_version()}
+        for name in TRAINER:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                own[name] = metadata.version(name)
+        try:
+            found = versions_in(sglang_python(self._python), SGLANG)
+        except LaunchError:
+            found = {}
+        return own | {f"SGLang's {name}": found.get(name) for name in SGLANG}
+
+    def port(self) -> int:
+        return self._listener.getsockname()[1]
+
+    def unreachable(self, others: Sequence[tuple[str, int]]) -> list[str]:
+        """Return the addresses of ``others`` to which no connection is made."""
+        found = []
+        for address, port in others:
+            try:
+                socket.create_connection((address, port), _CONNECT_SECONDS).close()
+            except OSError:
+                found.append(address)
+        return found
+
+    def use(self, folder: str) -> str:
+        """Write, sync and rename a file in ``folder``, and try its lock; return what failed, "" if nothing."""
+        path = Path(folder, ray.util.get_node_ip_address())
+        try:
+            with open(f"{path}.partial", "w") as file:
+                file.write(str(path))
+                os.fsync(file.fileno())
+            os.rename(file.name, path)
+            with open(Path(folder, "lock"), "r+") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ""  # as it must be: the head has it
+        except OSError as error:
+            return str(error)
+        return "it could be locked, although the head holds the lock"
+
+
+def _gpu_memory() -> list[int]:
+    if (program := shutil.which("nvidia-smi")) is None:
+        return []
+    query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS / 2, check=True).stdout
+        return [int(line) for line in listed.split()]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def wait_for_nodes(nodes: int, seconds: float) -> list[Finding]:
+    """Wait until Ray knows as many living nodes, at most so long; return a finding about it."""
+    until = time.monotonic() + seconds
+    while len(living := [node for node in ray.nodes() if node["Alive"]]) < nodes and time.monotonic() < until:
+        time.sleep(1.0)
+    missing = (
+        f"Ray knows {len(living)} of {nodes} nodes: see `ray status`; start Ray on the others, with the same token"
+    )
+    return [Finding("nodes", _head(), missing if len(living) < nodes else "")]
+
+
+def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
+    """Check all living nodes against this one; with ``pairs``, also each connection between two of them.
+
+    Raises:
+        AtroposError: a node does not answer within 120 s.
+    """
+    probes = {
+        node["NodeManagerAddress"]: ray.remote(Probe)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        .remote(config.inference.python)
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    try:
+        findings = list(_compared(_answers(probes, "facts")))
+        findings += _shared(config, probes)
+        if pairs and len(probes) > 1:
+            ports = _answers(probes, "port")
+            for address, cut in _answers(probes, "unreachable", list(ports.items())).items():
+                told = f"it reaches no free port of {', '.join(cut)}: open all ports between the nodes" if cut else ""
+                findings.append(Finding("ports", address, told))
+        return findings
+    finally:
+        for probe in probes.values():
+            ray.kill(probe)
+
+
+def _answers(probes: dict[str, Any], method: str, *arguments: Any) -> dict[str, Any]:
+    calls = {address: getattr(probe, method).remote(*arguments) for address, probe in probes.items()}
+    answers, until = {}, time.monotonic() + _SECONDS
+    for address, call in calls.items():
+        try:
+            answers[address] = ray.get(call, timeout=max(0.0, until - time.monotonic()))
+        except RayError as error:
+            reason = " ".join(str(error).split())[-300:]
+            raise AtroposError(f"node {address} does not answer ({reason}): see Ray's logs there") from error
+    return answers
+
+
+def _head() -> str:
+    return ray.util.get_node_ip_address()
+
+
+def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
+    """Yield what each node's facts say, beside the head's."""
+    head = facts[_head()]
+    for address, node in facts.items():
+        own, several = node.interfaces.get(address), len(facts) > 1
+        wrong = [f"{name}={value}" for name, value in node.chosen.items() if own is not None and value != own]
+        if several and (own is None or ipaddress.ip_address(address).is_loopback):
+            told = f"no interface to the other nodes has {address}: ray start --node-ip-address with one that has"
+        else:
+            told = f"{', '.join(wrong)}, and {address} is on {own}: leave it out before ray start" if wrong else ""
+        yield Finding("interface", address, told)
+        differ = [
+            f"{name} {node.versions.get(name)}, here {version}"
+            for name, version in head.versions.items()
+            if node.versions.get(name) != version
+        ]
+        yield Finding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
+        apart = abs(node.time - time.time()) - (time.time() - head.time)
+        told = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
+        yield Finding("clock", address, told if apart > _APART_SECONDS else "")
+        told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
+        yield Finding("open files", address, told if node.files < _LEAST_FILES else "")
+        taken = [
+            f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(node.gpu_memory) if used > _GPU_MEBIBYTES
+        ]
+        yield Finding("gpus", address, f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else "")
+
+
+def _shared(config: DictConfig, probes: dict[str, Any]) -> list[Finding]:
+    """Check that the run's folder is one, where files are renamed and locked, for all nodes."""
+    folder, findings = Path(config.run.dir).resolve(), []
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as shared, open(Path(shared, "lock"), "w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        for address, failed in _answers(probes, "use", shared).items():
+            if not failed and not Path(shared, address).exists():
+                failed = "what it writes is not here"
+            told = f"run.dir={folder}: {failed}: mount one file system there on every node, with locks"
+            findings.append(Finding("folder", address, told if failed else ""))
+    return findings
