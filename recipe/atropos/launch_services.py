@@ -35,7 +35,7 @@ from recipe.atropos.config.env_specs import fill_warnings
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.errors import ConfigurationError, expected_failure
+from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, expected_failure
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_launch
 from recipe.atropos.inference.server_flags import check_flags
@@ -162,7 +162,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
             raise
         lines = escape(message).replace("\n", "\n        ")
         console.print(f"[bold red]error[/]   {lines}", soft_wrap=True)
-        return 1
+        return RECOVERABLE if isinstance(error, Preempted) else 1
     show_summary(run.files, console)
     return 0
 

@@ -128,8 +128,6 @@ class RayGRPOAtroposTrainer:
             try:
                 for self.global_steps in range(done + 1, total + 1):
                     self.fit_step()
-                    if self.preempted and not self._is_last_step:
-                        raise Preempted(f"SIGUSR1: ends after step {self.global_steps}; the same command continues")
             finally:
                 with secondary_errors():
                     self.checkpoint_manager.onload_servers()
@@ -153,8 +151,11 @@ class RayGRPOAtroposTrainer:
             self._write_rollouts(batch)
         self._collect_metrics(batch)
         self._log_step()
-        self._save_if_due()
+        preempted = self.preempted  # after this, by the next step
+        self._save_if_due(preempted)
         self.record.write_summary()  # a step whose checkpoint could not be saved is not reported
+        if preempted and not self._is_last_step:
+            raise Preempted(f"SIGUSR1: ends after step {self.global_steps}; the same command continues")
 
     @property
     def _is_last_step(self) -> bool:
@@ -412,14 +413,14 @@ class RayGRPOAtroposTrainer:
             save_state(folder / "data.pt", self.record.state_dict())
         self.data_source.commit(self.checkpoints.oldest_batch())
 
-    def _save_if_due(self) -> None:
+    def _save_if_due(self, preempted: bool) -> None:
         """Save every ``save_freq`` steps, after the last, and before the machine's end (SIGUSR1, or verl's ESI)."""
         trainer = self.config.trainer
         self._longest_step = max(self._longest_step, self.timing_raw["step"])
         if trainer.save_freq <= 0:
             return
         ends_soon = should_save_ckpt_esi(self._longest_step, redundant_time=trainer.esi_redundant_time)
-        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon or self.preempted:
+        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon or preempted:
             with marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
         self.record.add_seconds("save", self.timing_raw.get("save_checkpoint", 0.0))

@@ -120,9 +120,61 @@ def test_nodes_that_share_no_folder_for_checkpoints_are_refused(tmp_path):
     """By their address. Both nodes have the folder, and one of them another file system there."""
     hidden = tmp_path / "run"
     hidden.mkdir()
-    with Cluster(tmp_path, [0, 1, 1], apart={1: hidden, 2: hidden}) as cluster:
+    with Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}")) as cluster:
         launched = Launched(cluster, tmp_path, "--steps", "2")
         assert launched.process.wait(300) == 1
         places = "|".join(map(re.escape, (cluster.address(1), cluster.address(2))))
         message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no checkpoint"
         assert re.search(message, launched.log.read_text().replace("\n", " ")), launched.tail(30)
+
+
+def test_cluster_check_names_every_fault_and_its_node(tmp_path):
+    """Eight faults, six of them of node 1, where the other nodes have none; without them every check passes."""
+    run, late, programs = tmp_path / "run", tmp_path / "late", tmp_path / "programs"
+    for folder in (run, late, programs, late / "torch-1.0.dist-info"):
+        folder.mkdir()
+    (late / "torch-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    (late / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() - 60\n")
+    (programs / "nvidia-smi").write_text('#!/bin/sh\ncase "$*" in *memory.used*) echo 30000;; *) exit 1;; esac\n')
+    (programs / "nvidia-smi").chmod(0o755)
+    faults = f"""ulimit -n 1024
+        mount -t tmpfs none {run}
+        export GLOO_SOCKET_IFNAME=lo PYTHONPATH={late} PATH={programs}:$PATH
+        ip route add blackhole {Cluster(tmp_path, []).address(2)}"""
+    expected = {
+        "versions": "torch 1.0, here",
+        "clock": r"its clock is (59|60)\.\d s from the head's: run NTP",
+        "open files": "it allows 1024 open files: ulimit -n 4096",
+        "folder": f"run.dir={run}: .*: mount one file system there",
+        "interface": r"GLOO_SOCKET_IFNAME=lo, and \S+ is on eth0",
+        "gpus": "GPU 0 has 30000 MiB in use",
+        "ports": f"it reaches no free port of {Cluster(tmp_path, []).address(2)}",
+    }
+    with Cluster(tmp_path, [1, 1, 1], {1: faults}) as cluster:
+        status, lines = check(cluster, run, "--nodes", "4")
+        failed = [line.split(None, 2)[1:] for line in lines if line.startswith("FAILED")]
+        assert status == 1
+        own = [told for node, told in failed if node == cluster.address(1)]
+        for name, problem in expected.items():
+            assert any(re.match(f"{name} +{problem}", told) for told in own), (name, lines)
+        others = [told for node, told in failed if node != cluster.address(1)]
+        assert len(own) == 7 and len(others) == 2 and re.match("nodes +Ray knows 3 of 4 nodes", others[0]), lines
+        assert re.match(f"ports +it reaches no free port of {cluster.address(1)}", others[1])
+    with Cluster(tmp_path, [1, 1]) as cluster:
+        status, lines = check(cluster, run, "--nodes", "2")
+        assert status == 0 and sum(line.startswith("ok") for line in lines) == 15, lines
+
+
+def check(cluster, run, *options):
+    """The exit status, and the lines that it prints."""
+    address = f"ray_kwargs.ray_init.address={cluster.address(0)}:6379"
+    command = [sys.executable, "-m", "recipe.atropos", "cluster", "check", *options, address, f"run.dir={run}"]
+    ended = subprocess.run(
+        cluster.command(0, *command),
+        env=os.environ | cluster.variables,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return ended.returncode, ended.stdout.splitlines() or ended.stderr

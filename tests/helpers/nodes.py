@@ -26,11 +26,11 @@ def namespaces_are_permitted():
 class Cluster:
     """``cpus``: of each node, the first of which is the head. Nodes are numbered from 0; so are their addresses.
 
-    ``apart``: folders that another one hides, by the nodes where that is so.
+    ``first``: commands of a shell before Ray is started, by node.
     """
 
-    def __init__(self, folder, cpus, apart=None):
-        self.apart = apart or {}
+    def __init__(self, folder, cpus, first=None):
+        self.first = first or {}
         self.cpus, self.prefix = cpus, f"atropos-{os.getpid()}"
         self.folder = Path(folder)
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
@@ -86,11 +86,10 @@ class Cluster:
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
         ray += [*where, f"--node-ip-address={self.address(node)}", f"--num-cpus={self.cpus[node]}"]
         ray += ["--object-store-memory=200000000"]
-        hidden = f"mount -t tmpfs none '{self.apart[node]}' && " if node in self.apart else ""
-        log = open(self.folder / f"ray-{node}.log", "ab")
+        log = open(self.folder / f"ray-{node}.log", "wb")
         with log:
             self.nodes[node] = subprocess.Popen(
-                self.command(node, "sh", "-c", f'{hidden}exec "$@"', "sh", *ray),
+                self.command(node, "sh", "-ec", f'{self.first.get(node, "")}\nexec "$@"', "sh", *ray),
                 stdout=log,
                 stderr=log,
                 env=os.environ | self.variables,

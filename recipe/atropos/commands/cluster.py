@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from recipe.atropos.config.compose import given_keys
 from recipe.atropos.config.models import MODEL_KEY
@@ -29,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return exit status 0 only if every check passed."""
     parser = argparse.ArgumentParser(prog="verl-atropos cluster", description=__doc__.splitlines()[0].partition(":")[0])
     parser.add_argument("action", choices=("check", "sbatch"))
-    parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="nodes that there must be, of a job: its nodes"
-    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that there must be")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for them to join Ray")
     add_options(parser)
     given = parser.parse_intermixed_args(argv)
@@ -58,7 +55,11 @@ def script(nodes: int, overrides: Sequence[str]) -> str:
 
 
 def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
-    """Print each check of each node; return 0 if all passed, else 1. Raises ConfigurationError: no cluster is joined."""
+    """Print each check of each node; return 0 if all passed, else 1.
+
+    Raises:
+        ConfigurationError: no cluster is joined.
+    """
     model = [] if {"preset", MODEL_KEY} & given_keys(overrides) else [f"{MODEL_KEY}=model"]
     config = plan_run([*overrides, *model]).config
     if not joins_cluster(config.ray_kwargs.ray_init):
@@ -68,9 +69,9 @@ def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
 
     start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
     findings = [*wait_for_nodes(nodes, wait), *check_nodes(config)]
-    table = Table("node", "check", "", box=None, pad_edge=False)
+    console, width = Console(highlight=False), max(len(finding.node) for finding in findings)
     for finding in sorted(findings, key=lambda finding: finding.node):
-        state = f"[bold red]FAILED[/] {escape(finding.problem)}" if finding.problem else "[green]ok[/]"
-        table.add_row(finding.node, finding.check, state)
-    Console(highlight=False, soft_wrap=True).print(table)
+        state = "[bold red]FAILED[/]" if finding.problem else "[green]ok[/]    "
+        line = f"{state} {finding.node:<{width}} {finding.check:<11}{escape(finding.problem)}"
+        console.print(line.rstrip(), soft_wrap=True)
     return int(any(finding.problem for finding in findings))

@@ -43,8 +43,6 @@ _CONNECT_SECONDS = 3.0
 class Facts:
     """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU."""
 
-    address: str
-    time: float
     versions: dict[str, str | None]
     files: int
     interfaces: dict[str, str]
@@ -71,8 +69,6 @@ class Probe:
         nics = psutil.net_if_addrs().items()
         variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return Facts(
-            address=ray.util.get_node_ip_address(),
-            time=time.time(),
             versions=self._versions(),
             files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             interfaces={each.address: name for name, addresses in nics for each in addresses},
@@ -90,6 +86,9 @@ class Probe:
         except LaunchError:
             found = {}
         return own | {f"SGLang's {name}": found.get(name) for name in SGLANG}
+
+    def time(self) -> float:
+        return time.time()
 
     def port(self) -> int:
         return self._listener.getsockname()[1]
@@ -158,6 +157,7 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
     }
     try:
         findings = list(_compared(_answers(probes, "facts")))
+        findings += [_clock(address, probe) for address, probe in probes.items()]
         findings += _shared(config, probes)
         if pairs and len(probes) > 1:
             ports = _answers(probes, "port")
@@ -203,15 +203,20 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
             if node.versions.get(name) != version
         ]
         yield Finding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
-        apart = abs(node.time - time.time()) - (time.time() - head.time)
-        told = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
-        yield Finding("clock", address, told if apart > _APART_SECONDS else "")
         told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
         yield Finding("open files", address, told if node.files < _LEAST_FILES else "")
         taken = [
             f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(node.gpu_memory) if used > _GPU_MEBIBYTES
         ]
         yield Finding("gpus", address, f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else "")
+
+
+def _clock(address: str, probe: Any) -> Finding:
+    begun = time.time()
+    told = _answers({address: probe}, "time")[address]
+    apart = abs(told - (begun + time.time()) / 2)
+    problem = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
+    return Finding("clock", address, problem if apart > _APART_SECONDS else "")
 
 
 def _shared(config: DictConfig, probes: dict[str, Any]) -> list[Finding]:
