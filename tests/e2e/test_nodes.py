@@ -178,3 +178,55 @@ def check(cluster, run, *options):
         timeout=200,
     )
     return ended.returncode, ended.stdout.splitlines() or ended.stderr
+
+
+SRUN = """#!/bin/bash
+shift
+trap 'kill $(jobs -p); wait; exit 143' TERM
+for node in 0 1; do SLURM_NODEID=$node ip netns exec {prefix}-$node "$@" & done
+wait -n
+status=$?
+kill $(jobs -p); wait
+exit $status
+"""
+SCONTROL = """#!/bin/bash
+case $1 in
+    show) printf '{first}\\n{second}\\n' ;;
+    requeue) echo "$2" >> {requeued} ;;
+esac
+"""
+
+
+def test_cluster_job_for_slurm_trains_is_requeued_and_goes_on(tmp_path):
+    """The script that is printed, on two nodes; of SLURM, the two programs that it calls are stood in for."""
+    programs, requeued = tmp_path / "programs", tmp_path / "requeued"
+    programs.mkdir()
+    with Cluster(tmp_path, [0, 0], started=False) as cluster:
+        addresses = {"first": cluster.address(0), "second": cluster.address(1)}
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+            text = text.replace("{prefix}", cluster.prefix).replace("{requeued}", str(requeued))
+            for key, address in addresses.items():
+                text = text.replace(f"{{{key}}}", address)
+            (programs / name).write_text(text)
+            (programs / name).chmod(0o755)
+        command = [sys.executable, "-m", "recipe.atropos", "cluster", "sbatch", "--nodes", "2", "--preset", "demo"]
+        command += ["--steps", "6", f"run.dir={tmp_path / 'run'}", "inference.placement=ray"]
+        job, root = tmp_path / "job.sh", Path(__file__).parents[2]
+        job.write_text(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout)
+        variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{programs}:{os.environ['PATH']}"}
+        lines, statuses = [], []
+        for _ in range(2):
+            with open(tmp_path / "job.log", "ab") as log:
+                process = subprocess.Popen(
+                    cluster.command(0, "bash", str(job)), env=os.environ | variables, stdout=log, stderr=log
+                )
+            if not statuses:
+                until(lambda: len(read_metrics(tmp_path / "run")) > 1, 300)
+                process.send_signal(signal.SIGUSR1)
+            statuses.append(process.wait(400))
+            lines = (tmp_path / "job.log").read_text().splitlines()
+            until(lambda: not any(map(cluster.processes, (0, 1))), 20, told=lambda: "processes are left")
+        assert statuses == [RECOVERABLE, 0], "\n".join(lines[-60:])
+        assert requeued.read_text() == "7\n"
+        counts = ledger(tmp_path / "run")
+        assert counts.pop("steps") == 6 and counts.pop("groups") and not any(counts.values()), counts

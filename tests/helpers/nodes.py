@@ -26,11 +26,11 @@ def namespaces_are_permitted():
 class Cluster:
     """``cpus``: of each node, the first of which is the head. Nodes are numbered from 0; so are their addresses.
 
-    ``first``: commands of a shell before Ray is started, by node.
+    ``first``: commands of a shell before Ray is started, by node. ``started``: whether it is.
     """
 
-    def __init__(self, folder, cpus, first=None):
-        self.first = first or {}
+    def __init__(self, folder, cpus, first=None, started=True):
+        self.first, self.started = first or {}, started
         self.cpus, self.prefix = cpus, f"atropos-{os.getpid()}"
         self.folder = Path(folder)
         self.variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
@@ -46,7 +46,8 @@ class Cluster:
             stack.callback(self._close)
             for node in range(len(self.cpus)):
                 self._join_network(node)
-                self.start(node)
+                if self.started:
+                    self.start(node)
             self._left = stack.pop_all()
         return self
 
@@ -54,9 +55,8 @@ class Cluster:
         self._left.close()
 
     def _close(self):
-        for node in reversed(list(self.nodes)):
+        for node in reversed(range(len(self.cpus))):
             self.kill(node)
-        for node in range(len(self.cpus)):
             _ip("netns", "delete", f"{self.prefix}-{node}", check=False)
 
     def _join_network(self, node):

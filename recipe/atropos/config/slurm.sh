@@ -26,7 +26,7 @@ export RAY_ADDRESS=$head:6379 RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(openssl rand 
 
 srun --kill-on-bad-exit=1 bash -c '
     if [ "$SLURM_NODEID" = 0 ]; then
-        exec env -u RAY_ADDRESS "$ray" start --block --head --port=6379 --node-ip-address="${RAY_ADDRESS%:*}"
+        exec env -u RAY_ADDRESS "$ray" start --block --head --port=6379 --include-dashboard=false --node-ip-address="${RAY_ADDRESS%:*}"
     fi
     until "$ray" health-check --address "$RAY_ADDRESS" 2>/dev/null; do sleep 1; done
     exec "$ray" start --block --address="$RAY_ADDRESS" --node-ip-address="$(address "${RAY_ADDRESS%:*}")"

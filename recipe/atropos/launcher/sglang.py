@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT, GatewayClient, GatewayError, gateway_command
 from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
@@ -152,13 +153,19 @@ async def start_inference(run: Run) -> Inference:
 
     Raises:
         LaunchError: a server cannot be started as asked.
-        ConfigurationError: the cluster has no room for them.
+        ConfigurationError: the cluster has no room for them, or something is wrong with its nodes.
     """
     inference = plan_inference(run)
     if run.config.inference.placement == "ray":
-        from recipe.atropos.launcher.on_ray import Cluster  # here: importing Ray takes seconds
+        # Imported here: Ray takes seconds.
+        from recipe.atropos.launcher.cluster_check import check_nodes
+        from recipe.atropos.launcher.on_ray import Cluster
 
         run.cluster = Cluster(run.config, inference.servers)
+        with progress("the nodes of the Ray cluster are checked"):
+            findings = await asyncio.to_thread(check_nodes, run.config, pairs=False)
+        if problems := [f"node {found.node}: {found.problem}" for found in findings if found.problem]:
+            raise ConfigurationError("\n".join(problems))
         with progress("Ray looks for nodes for the SGLang servers"):
             for name, launch in inference.servers.items():
                 while run.cluster.awaited(name):
