@@ -71,7 +71,7 @@ def cluster(tmp_path):
         yield cluster
 
 
-def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_path):
+def test_nodes_lost_with_server_and_rank_lose_no_batch(cluster, tmp_path):
     """Each is started again on another node; afterwards nothing is left anywhere."""
     options = ["trainer.save_freq=2", "environment.evaluate=false", "trainer.logger=[console]"]
     launched = Launched(cluster, tmp_path, "--steps", "12", *options)
@@ -97,7 +97,7 @@ def test_nodes_lost_with_a_server_and_with_a_rank_lose_no_batch(cluster, tmp_pat
     assert time.monotonic() - ended < 20
 
 
-def test_nodes_that_are_preempted_are_given_back_and_the_run_goes_on(tmp_path):
+def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
     """SIGUSR1: the step that is trained is saved, nothing is left; the same command continues, each batch once."""
     options = ["environment.evaluate=false", "trainer.logger=[console]", "trainer.save_freq=100"]
     with Cluster(tmp_path, [0, 1, 1]) as cluster:
@@ -116,7 +116,7 @@ def test_nodes_that_are_preempted_are_given_back_and_the_run_goes_on(tmp_path):
         assert counts.pop("steps") == done + 2 and counts.pop("groups") and not any(counts.values()), counts
 
 
-def test_nodes_that_share_no_folder_for_checkpoints_are_refused(tmp_path):
+def test_nodes_that_share_no_folder_are_refused(tmp_path):
     """By their address. Both nodes have the folder, and one of them another file system there."""
     hidden = tmp_path / "run"
     hidden.mkdir()
@@ -197,7 +197,7 @@ esac
 """
 
 
-def test_cluster_job_for_slurm_trains_is_requeued_and_goes_on(tmp_path):
+def test_cluster_job_for_slurm_is_requeued_and_goes_on(tmp_path):
     """The script that is printed, on two nodes; of SLURM, the two programs that it calls are stood in for."""
     programs, requeued = tmp_path / "programs", tmp_path / "requeued"
     programs.mkdir()
