@@ -94,6 +94,7 @@ def test_crashes():
 def test_orphans_of_a_failed_test_are_ended(family):
     """Of one that fails, one that runs into its limit, and one that takes the test run with it."""
     (family.folder / "test_inner.py").write_text(INNER)
+    (family.folder / "pytest.ini").touch()  # so that no configuration of a folder above counts
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     environment = {**os.environ, RUN_ID_VARIABLE: family.mark, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "test_inner.py"]
