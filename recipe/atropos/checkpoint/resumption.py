@@ -39,7 +39,8 @@ def prepare_folder(
     Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
     Raises:
-        ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model.
+        ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model, or of
+            another number of ranks.
         RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
@@ -78,6 +79,13 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
         raise ConfigurationError(
             f"actor_rollout_ref.model.path={model['path']} is another model than {trained['path']}, which was trained "
             f"to {resumed}: give that model, or another folder (--run-dir)"
+        )
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    saved = {int(path.name.split("_")[3]) for path in resumed.glob("actor/model_world_size_*.pt")} if resumed else set()
+    if saved - {ranks}:
+        raise ConfigurationError(
+            f"trainer.nnodes * trainer.n_gpus_per_node = {ranks}, and {resumed} was saved by {max(saved)} ranks: give "
+            "as many, or begin another run with its model (verl-atropos export)"
         )
     return resumed
 

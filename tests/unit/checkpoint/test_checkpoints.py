@@ -188,6 +188,21 @@ def configured(composed, tmp_path, model_path):
     return prepare
 
 
+@pytest.mark.parametrize(("saved", "now"), [(2, 1), (1, 2)])
+def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, saved, now):
+    """Each rank saves its shards alone."""
+    configured()
+    save(tmp_path / "run/checkpoints", 2)
+    folder = tmp_path / "run/checkpoints/global_step_2"
+    shutil.rmtree(folder / "actor", ignore_errors=True)
+    (folder / "actor").mkdir()
+    for rank in range(saved):
+        (folder / f"actor/model_world_size_{saved}_rank_{rank}.pt").touch()
+    configured(**{"trainer.n_gpus_per_node": saved})
+    with pytest.raises(ConfigurationError, match=rf"n_gpus_per_node = {now}, and \S+step_2 was saved by {saved} ranks"):
+        configured(**{"trainer.n_gpus_per_node": now})
+
+
 def test_run_dir_of_another_model_is_refused(configured, tmp_path, model_path):
     configured()
     assert read_json(tmp_path / "run/run.json")["versions"] == {"torch": "1"}
