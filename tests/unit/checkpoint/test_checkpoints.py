@@ -192,12 +192,10 @@ def configured(composed, tmp_path, model_path):
 def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, saved, now):
     """Each rank saves its shards alone."""
     configured()
-    save(tmp_path / "run/checkpoints", 2)
-    folder = tmp_path / "run/checkpoints/global_step_2"
-    shutil.rmtree(folder / "actor", ignore_errors=True)
-    (folder / "actor").mkdir()
-    for rank in range(saved):
-        (folder / f"actor/model_world_size_{saved}_rank_{rank}.pt").touch()
+    with Checkpoints(tmp_path / "run/checkpoints").saving(2, None, None, None) as folder:
+        (folder / "actor").mkdir(parents=True)
+        for rank in range(saved):
+            (folder / f"actor/model_world_size_{saved}_rank_{rank}.pt").write_bytes(b"shard")
     configured(**{"trainer.n_gpus_per_node": saved})
     with pytest.raises(ConfigurationError, match=rf"n_gpus_per_node = {now}, and \S+step_2 was saved by {saved} ranks"):
         configured(**{"trainer.n_gpus_per_node": now})
