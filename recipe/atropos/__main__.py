@@ -1,8 +1,13 @@
 """``python -m recipe.atropos COMMAND``, which is also the console script ``verl-atropos``."""
 
 import importlib
+import sqlite3
 import sys
 from collections.abc import Sequence
+
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe.atropos.errors import one_line_errors
 
 COMMANDS = {
     "train": ("launch_services", "start all services, train, evaluate, export; resume an unfinished run"),
@@ -41,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{given[0]}: no such command\n{_USAGE}" if given else _USAGE, file=sys.stderr)
         return 2
     module = importlib.import_module(f"recipe.atropos.{COMMANDS[given[0]][0]}")
-    return module.main(given[1:])
+    # What a command meets in a user's files is an expected failure; in a training it may be a bug.
+    expected = () if given[0] == "train" else (OSError, OmegaConfBaseException, sqlite3.Error)
+    with one_line_errors(*expected):
+        return module.main(given[1:])
 
 
 if __name__ == "__main__":

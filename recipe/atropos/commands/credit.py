@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.credit import microscope
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 
@@ -79,6 +78,5 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=64, help="the whole groups among so many, on the CPU")
     parser.add_argument("--model", help="the policy, by default the one that the run began with")
     options = parser.parse_args(argv)
-    with one_line_errors(OmegaConfBaseException, OSError):
-        measure(find_run(options.run), options.step, options.rows, options.model)
+    measure(find_run(options.run), options.step, options.rows, options.model)
     return 0

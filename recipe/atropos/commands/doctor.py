@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import psutil
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +25,7 @@ from rich.markup import escape
 from recipe.atropos.config.compose import given_keys
 from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.config.options import add_options, compose_overrides
-from recipe.atropos.errors import AtroposError, LaunchError, one_line_errors
+from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
 from recipe.atropos.inference.memory_saver import check_saver
 from recipe.atropos.inference.server import sglang_python
@@ -363,10 +362,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="verl-atropos doctor", description=__doc__.splitlines()[0].partition(":")[0])
     add_options(parser)
     overrides, console = compose_overrides(parser.parse_intermixed_args(argv)), Console(highlight=False)
-    with one_line_errors(OmegaConfBaseException):
-        has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
-        plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
-        results = examine(plan) | examine_run(plan.config, has_model)
+    has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
+    plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
+    results = examine(plan) | examine_run(plan.config, has_model)
     for name, result in results.items():
         color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")
         console.print(f"[{color}]{result.state:<7}[/] {name:<14}{escape(result.message)}", soft_wrap=True)

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.status import find_run
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,9 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     given = parser.parse_args(argv)
-    with one_line_errors(OSError):
-        given.run = find_run(given.run).path
-        from recipe.atropos.checkpoint.export import export  # imported here: torch takes seconds
+    given.run = find_run(given.run).path
+    from recipe.atropos.checkpoint.export import export  # imported here: torch takes seconds
 
-        print(export(given))
+    print(export(given))
     return 0

@@ -5,18 +5,15 @@ default). ``--sessions`` lists the newest sessions of a run's agents, ``--sessio
 """
 
 import argparse
-import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.padding import Padding
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 from recipe.atropos.utils.files import printable
@@ -138,12 +135,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--session", metavar="ID", help="or print one of them, turn by turn")
     given = parser.parse_args(argv)
     console = Console(highlight=False)
-    with one_line_errors(OmegaConfBaseException, OSError, sqlite3.Error):
-        files = find_run(given.run)
-        if given.sessions:
-            list_sessions(files, console)
-        elif given.session is not None:
-            show_session(files, given.session, console)
-        else:
-            show(files, given.step, given.group, given.sequence, given.table, console)
+    files = find_run(given.run)
+    if given.sessions:
+        list_sessions(files, console)
+    elif given.session is not None:
+        show_session(files, given.session, console)
+    else:
+        show(files, given.step, given.group, given.sequence, given.table, console)
     return 0

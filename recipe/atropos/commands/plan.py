@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -23,7 +22,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from recipe.atropos.config.models import check_model
 from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.transports import gpu_transport
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launcher.placement import COLOCATED_SHARE
 from recipe.atropos.launcher.run_plan import plan_run
@@ -361,8 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
     given = parser.parse_intermixed_args(argv)
-    with one_line_errors(OmegaConfBaseException, OSError):
-        config = plan_run(compose_overrides(given)).config
-        found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
-        show(found, Console(highlight=False))
+    config = plan_run(compose_overrides(given)).config
+    found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
+    show(found, Console(highlight=False))
     return 1 if found.problems else 0

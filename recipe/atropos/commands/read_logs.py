@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from recipe.atropos.config.schema_errors import nearest
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 from recipe.atropos.terminal.dashboard import last_line
@@ -104,19 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-f", "--follow", action="store_true", help="print what is added, until the run ends")
     parser.add_argument("-n", "--lines", type=count, default=_LINES, help="from the end; default: %(default)s")
     given = parser.parse_args(argv)
-    with one_line_errors(PermissionError):  # another user's run
-        files, service = resolve(given.run, given.service)
-        if service is None:
-            show_list(files, Console(highlight=False))
-            return 0
-        path = files.log(service)
-        try:
-            last = read_end(files, path, given.lines, given.follow)
-            for text in codecs.iterdecode(last, "utf-8", "replace"):
-                sys.stdout.write(printable(text))
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            pass
-        except BrokenPipeError:  # `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    files, service = resolve(given.run, given.service)
+    if service is None:
+        show_list(files, Console(highlight=False))
+        return 0
+    path = files.log(service)
+    try:
+        last = read_end(files, path, given.lines, given.follow)
+        for text in codecs.iterdecode(last, "utf-8", "replace"):
+            sys.stdout.write(printable(text))
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from recipe.atropos.config.compose import load_recorded, with_values
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 from recipe.atropos.utils.gpus import decide_device
@@ -92,5 +90,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
     given = parser.parse_args(argv)
-    with one_line_errors(OmegaConfBaseException, OSError):
-        return 0 if replay(find_run(given.run).path, given.overrides, Console(highlight=False)) else 1
+    return 0 if replay(find_run(given.run).path, given.overrides, Console(highlight=False)) else 1

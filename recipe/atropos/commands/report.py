@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.report.page import write_report
 from recipe.atropos.run.status import find_run
 
@@ -21,7 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", nargs="?", help="a run to compare it with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder of the run")
     given = parser.parse_args(argv)
-    with one_line_errors(OSError):
-        other = None if given.other is None else find_run(given.other).path
-        print(os.path.relpath(write_report(find_run(given.run).path, other, given.output)))
+    other = None if given.other is None else find_run(given.other).path
+    print(os.path.relpath(write_report(find_run(given.run).path, other, given.output)))
     return 0

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.errors import LaunchError, one_line_errors
+from recipe.atropos.errors import LaunchError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import ELSEWHERE, RunReader, find_run
 from recipe.atropos.terminal.dashboard import shown_path
@@ -71,9 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--timeout", type=float, default=_WAIT_SECONDS, metavar="S", help="seconds to wait; default: %(default)g"
     )
     given = parser.parse_args(argv)
-    with one_line_errors(PermissionError):  # another user's run
-        try:
-            return stop_run(find_run(given.run), Console(highlight=False), given.timeout)
-        except KeyboardInterrupt:
-            print("no longer waited for; a run that was signaled still ends", file=sys.stderr)
-            return 130
+    try:
+        return stop_run(find_run(given.run), Console(highlight=False), given.timeout)
+    except KeyboardInterrupt:
+        print("no longer waited for; a run that was signaled still ends", file=sys.stderr)
+        return 130

@@ -25,7 +25,6 @@ import orjson
 from aiohttp import web
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig
@@ -35,7 +34,7 @@ from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environm
 from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_spans
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
@@ -370,15 +369,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="also one line per token")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the environment's configuration")
     given = parser.parse_args(argv)
-    with one_line_errors(OmegaConfBaseException, OSError):
-        overrides = OmegaConf.to_container(OmegaConf.from_dotlist(given.overrides))
-        try:
-            result = asyncio.run(verify(given.env, given.model, given.url, overrides, given.timeout))
-        except TimeoutError as error:
-            raise ConfigurationError(f"{given.env}: not done within --timeout={given.timeout:g} s") from error
-        except EnvironmentTargetError:
-            raise
-        except ValueError as error:
-            raise ConfigurationError(f"{given.env}: {error}") from error
-        show(result, Console(highlight=False), given.table)
+    overrides = OmegaConf.to_container(OmegaConf.from_dotlist(given.overrides))
+    try:
+        result = asyncio.run(verify(given.env, given.model, given.url, overrides, given.timeout))
+    except TimeoutError as error:
+        raise ConfigurationError(f"{given.env}: not done within --timeout={given.timeout:g} s") from error
+    except EnvironmentTargetError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError(f"{given.env}: {error}") from error
+    show(result, Console(highlight=False), given.table)
     return 0 if result.ok else 1

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.run.status import FINISHED, RunReader, RunStatus, find_run
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
@@ -53,20 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     given = parser.parse_args(argv)
     console = Console(highlight=False)
-    with one_line_errors(PermissionError):  # another user's run
-        files = find_run(given.run)
-        if not RunReader(files.path).read().is_alive:
-            return 0 if print_state(files, console).state == FINISHED else 1
-        try:
-            status = watch_run(files, console)
-        except KeyboardInterrupt:
-            stop = shell_command("stop", files.path)
-            console.print(f"{escape(shown_path(files.path))} goes on; to end it: {escape(stop)}", soft_wrap=True)
-            return 0
-        if status.state == FINISHED:
-            show_summary(files, console)
-            return 0
-        where = f"; see {shown_path(files.log(LAUNCHER))}" if files.log(LAUNCHER).exists() else ""
-        told = f"{shown_path(files.path)} {status.state}: {how_to_go_on(status)}{where}"
-        console.print(escape(told), soft_wrap=True)
+    files = find_run(given.run)
+    if not RunReader(files.path).read().is_alive:
+        return 0 if print_state(files, console).state == FINISHED else 1
+    try:
+        status = watch_run(files, console)
+    except KeyboardInterrupt:
+        stop = shell_command("stop", files.path)
+        console.print(f"{escape(shown_path(files.path))} goes on; to end it: {escape(stop)}", soft_wrap=True)
+        return 0
+    if status.state == FINISHED:
+        show_summary(files, console)
+        return 0
+    where = f"; see {shown_path(files.log(LAUNCHER))}" if files.log(LAUNCHER).exists() else ""
+    told = f"{shown_path(files.path)} {status.state}: {how_to_go_on(status)}{where}"
+    console.print(escape(told), soft_wrap=True)
     return 1

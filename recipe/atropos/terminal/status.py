@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import is_accuracy, read_metrics, score_of
 from recipe.atropos.run.status import ELSEWHERE, FINISHED, KILLED, STOPPED, RunReader, RunStatus, find_run
@@ -99,6 +98,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     given = parser.parse_args(argv)
-    with one_line_errors(PermissionError):  # another user's run
-        status = print_state(find_run(given.run), Console(highlight=False))
+    status = print_state(find_run(given.run), Console(highlight=False))
     return 1 if status.state in (STOPPED, KILLED) else 0

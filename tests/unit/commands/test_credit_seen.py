@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from helpers.trainer import compose_config, random_group
-from recipe.atropos.commands import credit
+from recipe.atropos.__main__ import main
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.run.folder import RunDir
@@ -90,7 +90,7 @@ def test_credit_of_a_run_measures_the_gradients_noise(recorded, groups, model_pa
         group["group_overrides"] = {"turn_values": [[0.5 * sign, 0.25, 9], [0.0, 0.5, 9], [0.25, 0, 9], [1, 0.75, 9]]}
         add_credit(group, Credit(lam=0.0))
     run = recorded(groups, "actor_rollout_ref.rollout.temperature=0.5")
-    assert credit.main([f"--run={run.path}", "--rows=11"]) == 0  # two groups of four
+    assert main(["credit", f"--run={run.path}", "--rows=11"]) == 0  # two groups of four
     out = capsys.readouterr().out
     assert f"step 1, 2 groups, policy {model_path};" in out
     own, grpo, ratio = (float(number) for number in re.findall(r" {3}([\d.e+-]+)$", out, re.MULTILINE))
@@ -106,4 +106,4 @@ def test_credit_of_a_run_measures_the_gradients_noise(recorded, groups, model_pa
 def test_credit_of_a_run_needs_two_groups(recorded, groups):
     run = recorded(groups)
     with pytest.raises(SystemExit, match="--rows=7 holds 1 whole groups of step 1"):
-        credit.main([f"--run={run.path}", "--rows=7"])
+        main(["credit", f"--run={run.path}", "--rows=7"])

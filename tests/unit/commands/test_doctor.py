@@ -9,7 +9,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from helpers import ROOT
-from recipe.atropos.commands import doctor, plan
+from recipe.atropos.__main__ import main
+from recipe.atropos.commands import doctor
 from recipe.atropos.commands.doctor import examine_run
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher.run_plan import plan_run
@@ -187,16 +188,16 @@ def test_doctor_names_a_python_that_the_pins_exclude(monkeypatch):
     assert not found.ok and "make env PYTHON=python3.11" in found.message
 
 
-@pytest.mark.parametrize("command", [doctor.main, plan.main])
+@pytest.mark.parametrize("command", ["doctor", "plan"])
 def test_doctor_and_plan_take_the_options_of_train(command, tmp_path, capsys):
     """A mistake in each is told as by train, which is how one sees that all of them were read."""
     config = tmp_path / "own.yaml"
     config.write_text("{lr: 1}")
     options = ["--preset", "demo", "--steps", "3", "--gpus", "1", "--seed", "2", "--run-dir", str(tmp_path), "sed=1"]
     with pytest.raises(SystemExit) as told:
-        command([*options, "--config", str(config), "--model", "m", "--resume-from", "frist"])
+        main([command, *options, "--config", str(config), "--model", "m", "--resume-from", "frist"])
     assert "lr=1: this key has another name here" in str(told.value) and "sed: no such key" in str(told.value)
     with pytest.raises(SystemExit, match=r"resume_from=frist with actor_rollout_ref.model.path \(--model\)"):
-        command([*options[:-1], "--model", "m", "--resume-from", "frist"])
+        main([command, *options[:-1], "--model", "m", "--resume-from", "frist"])
     with pytest.raises(SystemExit, match="resume_from=frist: no run there"):
-        command([*options[:-1], "--resume-from", "frist"])
+        main([command, *options[:-1], "--resume-from", "frist"])

@@ -4,7 +4,7 @@ import pytest
 
 from helpers.runs import make_run
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
-from recipe.atropos.commands.inspect import main
+from recipe.atropos.__main__ import main
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -35,7 +35,7 @@ def talk(sessions, opened):
 
 
 def shown(files, capsys, *words):
-    assert main([str(files.path), *words]) == 0
+    assert main(["inspect", str(files.path), *words]) == 0
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
@@ -118,6 +118,6 @@ def test_inspect_lists_the_newest_sessions(files, capsys):
 
 def test_inspect_names_a_session_that_is_not_there(files, capsys):
     with pytest.raises(SystemExit, match="has no sessions"):
-        main([str(files.path), "--sessions"])
+        main(["inspect", str(files.path), "--sessions"])
     with served(files), pytest.raises(SystemExit, match="no session 7; --sessions"):
-        main([str(files.path), "--session", "7"])
+        main(["inspect", str(files.path), "--session", "7"])

@@ -12,9 +12,8 @@ import orjson
 import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
+from recipe.atropos.__main__ import main
 from recipe.atropos.commands import read_logs, stop_run
-from recipe.atropos.terminal import attach
-from recipe.atropos.terminal import status as print_status
 from recipe.atropos.utils.process import start_time
 
 HOLDER = """
@@ -54,16 +53,16 @@ def told(capsys):
 
 def test_stop_ends_the_process_that_holds_the_run(held, capsys):
     files, process = held()
-    assert stop_run.main([str(files.path)]) == 0
+    assert main(["stop", str(files.path)]) == 0
     assert process.wait(10) == -15
     assert "after step 10, in 0 s; the command that started it resumes it" in told(capsys)
-    assert stop_run.main([str(files.path)]) == 0 and "does not run (stopped)" in told(capsys)
+    assert main(["stop", str(files.path)]) == 0 and "does not run (stopped)" in told(capsys)
 
 
 def test_stop_waits_no_longer_than_its_timeout(held, capsys):
     files, process = held("deaf")
     with pytest.raises(SystemExit, match=f"process {process.pid} has not ended 0.5 s after SIGTERM"):
-        stop_run.main([str(files.path), "--timeout", "0.5"])
+        main(["stop", str(files.path), "--timeout", "0.5"])
     assert process.poll() is None
 
 
@@ -74,7 +73,7 @@ def test_stop_may_be_interrupted_while_it_waits(held, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(stop_run.time, "sleep", ctrl_c)
-    assert stop_run.main([str(files.path)]) == 130 and "a run that was signaled still ends" in told(capsys)
+    assert main(["stop", str(files.path)]) == 130 and "a run that was signaled still ends" in told(capsys)
 
 
 @pytest.mark.parametrize("host", [None, "elsewhere"])
@@ -85,22 +84,22 @@ def test_stop_signals_no_process_of_another_run(tmp_path, host, capsys):
     files = make_run(tmp_path / "run", host=host, started=started, trainer=this)
     if host:
         with pytest.raises(SystemExit, match=f"nothing was stopped: process {os.getpid()} of elsewhere runs it"):
-            stop_run.main([str(files.path)])
+            main(["stop", str(files.path)])
     else:
-        assert stop_run.main([str(files.path)]) == 0
+        assert main(["stop", str(files.path)]) == 0
         assert "does not run (killed); nothing was stopped" in told(capsys)
 
 
 def test_status_exits_with_0_if_the_run_goes_on_or_has_finished(held, capsys):
     files, process = held()
-    assert print_status.main([str(files.path)]) == 0
+    assert main(["status", str(files.path)]) == 0
     text = told(capsys)
     assert "run starting" in text and f"process {process.pid}; look on:" in text
     process.kill()
     process.wait(10)
-    assert print_status.main([str(files.path)]) == 1 and "resumes it" in told(capsys)
+    assert main(["status", str(files.path)]) == 1 and "resumes it" in told(capsys)
     files.summary.write_bytes(orjson.dumps({"finished_steps": 20, "steps": 20}))
-    assert print_status.main([str(files.path)]) == 0 and "run finished" in told(capsys)
+    assert main(["status", str(files.path)]) == 0 and "run finished" in told(capsys)
 
 
 def test_attach_follows_a_run_to_its_end(held, capsys):
@@ -113,7 +112,7 @@ def test_attach_follows_a_run_to_its_end(held, capsys):
         process.kill()
 
     threading.Thread(target=end).start()
-    assert attach.main([str(files.path)]) == 1
+    assert main(["attach", str(files.path)]) == 1
     text = told(capsys)
     assert "step 11/20 score +0.500" in text and "ended before its last step" in text
 
@@ -131,20 +130,20 @@ def logged(tmp_path, monkeypatch):
 @pytest.mark.parametrize("run", [["demo"], [], ["runs/demo"]])
 @pytest.mark.parametrize("lines", [0, 1, 3])
 def test_logs_print_as_many_lines_of_the_end_as_are_wanted(logged, run, lines, capfdbinary):
-    assert read_logs.main([*run, "trainer", "-n", str(lines)]) == 0
+    assert main(["logs", *run, "trainer", "-n", str(lines)]) == 0
     assert capfdbinary.readouterr().out == b"".join(b"line %d\n" % n for n in range(10_000 - lines, 10_000))
 
 
 def test_logs_print_no_control_characters(logged, capfdbinary):
     with logged.log("trainer").open("ab") as log:
         log.write(b"\x1b[31mred\x1b[0m \x1b[2J\xc2\x9b2J\xff \xe6\xbc\xa2\n")
-    assert read_logs.main(["trainer", "-n", "1"]) == 0
+    assert main(["logs", "trainer", "-n", "1"]) == 0
     assert capfdbinary.readouterr().out.decode() == "red 2J\ufffd 漢\n"
 
 
 def test_logs_refuse_a_negative_number_of_lines(logged, capsys):
     with pytest.raises(SystemExit, match="2"):
-        read_logs.main(["trainer", "-n", "-3"])
+        main(["logs", "trainer", "-n", "-3"])
     assert "invalid count value: '-3'" in told(capsys)
 
 
@@ -162,21 +161,21 @@ def test_logs_of_another_user_are_no_traceback(logged, monkeypatch, capsys):
 
     monkeypatch.setattr(Path, "open", guarded(Path.open, logged.log("trainer"), private))
     monkeypatch.setattr(Path, "stat", guarded(Path.stat, private))
-    assert read_logs.main(["demo"]) == 0 and "trainer" in told(capsys)
+    assert main(["logs", "demo"]) == 0 and "trainer" in told(capsys)
     with pytest.raises(SystemExit, match="error: .*Permission denied: .*trainer.log"):
-        read_logs.main(["demo", "trainer"])
+        main(["logs", "demo", "trainer"])
     with pytest.raises(SystemExit, match="error: .*Permission denied: .*private"):
-        read_logs.main(["private"])
+        main(["logs", "private"])
 
 
 def test_logs_name_what_there_is(logged, capsys):
-    assert read_logs.main([]) == 0
+    assert main(["logs"]) == 0
     text = told(capsys)
     assert "trainer" in text and "line 9999" in text and "no newline at the end" in text
     with pytest.raises(SystemExit, match="no log of traner; did you mean trainer"):
-        read_logs.main(["demo", "traner"])
+        main(["logs", "demo", "traner"])
     with pytest.raises(SystemExit, match="nothing: no run there .* holds demo"):
-        read_logs.main(["nothing"])
+        main(["logs", "nothing"])
 
 
 def test_logs_follow_what_is_added_until_the_run_ends(held):

@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 from helpers.runs import make_run
 from helpers.seeded_runs import Seeded, healthy_run, seeded_run
-from recipe.atropos.commands import report
+from recipe.atropos.__main__ import main
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report import facts
@@ -160,14 +160,14 @@ def test_when_a_run_started_is_not_made_up(tmp_path):
 def test_the_command_finds_a_run_by_its_name(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "runs/mine")
     monkeypatch.chdir(tmp_path)
-    assert report.main(["mine"]) == 0 and capsys.readouterr().out == "runs/mine/report.html\n"
+    assert main(["report", "mine"]) == 0 and capsys.readouterr().out == "runs/mine/report.html\n"
 
 
 def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, capsys):
     one, two = healthy_run(tmp_path / "one"), healthy_run(tmp_path / "two")
-    assert report.main([str(one)]) == 0
+    assert main(["report", str(one)]) == 0
     assert capsys.readouterr().out.strip().endswith("one/report.html")
-    assert report.main([str(one), str(two), "--output", str(tmp_path / "both.html")]) == 0
+    assert main(["report", str(one), str(two), "--output", str(tmp_path / "both.html")]) == 0
     assert [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]] == ["one", "two"]
 
 
@@ -179,14 +179,14 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path):
 
 def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
     with pytest.raises(SystemExit, match="^error: .*: no run there "):
-        report.main([str(tmp_path)])
+        main(["report", str(tmp_path)])
 
 
 def test_a_page_that_cannot_be_written_there_can_elsewhere(tmp_path):
     """As on a disk that is mounted read-only; here the folder is none."""
     run, target = make_run(tmp_path / "run"), tmp_path / "run/config.yaml/report.html"
     with pytest.raises(SystemExit, match=rf"^error: {target}: Not a directory; give another file \(--output\)$"):
-        report.main([str(run.path), "--output", str(target)])
+        main(["report", str(run.path), "--output", str(target)])
 
 
 def test_every_reason_has_its_meaning_on_the_page():
