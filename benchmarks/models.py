@@ -23,8 +23,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from recipe.atropos.demo.random_models import CHAT_TEMPLATE, FAMILIES, byte_tokenizer, make_random_model
 from recipe.atropos.launcher.short_run import ShortRun, short_run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+from random_models import CHAT_TEMPLATE, FAMILIES, byte_tokenizer, make_random_model  # noqa: E402
 
 STEPS = 3
 LIMIT = 420  # seconds for one model

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from machine_watch import MemoryWatch, this_machine
+from random_models import make_random_model
 
 from recipe.atropos.commands.doctor import examine, usable_gpus
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.demo.random_models import make_random_model
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.launcher.run_plan import plan_run

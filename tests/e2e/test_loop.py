@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from random_models import CHAT_TEMPLATE
 from safetensors import safe_open
 
 from helpers.checksums import assert_serves
@@ -33,7 +34,6 @@ from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
 from helpers.waiting import until
 from recipe.atropos import ray_trainer
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.demo.random_models import CHAT_TEMPLATE
 from recipe.atropos.errors import NothingToTrain
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer

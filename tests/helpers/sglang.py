@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.demo.random_models import make_random_model
+from random_models import make_random_model
+
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.utils.process import Service, free_port

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+from configuration_page import reference
 
 from helpers import ROOT
 from helpers.promises import code, tables
-from recipe.atropos.config.reference import reference
 from recipe.atropos.data import reasons
 
 RECIPE = ROOT / "recipe/atropos"
@@ -41,7 +41,7 @@ def test_each_page_is_in_the_index():
 
 def test_the_configuration_reference_is_current():
     text = (ROOT / "docs/configuration.md").read_text()
-    assert text == reference(), "python -m recipe.atropos.config.reference > docs/configuration.md"
+    assert text == reference(), "python -m scripts.configuration_page > docs/configuration.md"
 
 
 def test_troubleshooting_page_quotes_messages_that_there_are():

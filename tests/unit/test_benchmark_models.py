@@ -5,8 +5,9 @@ import itertools
 import json
 import random
 
+from random_models import FAMILIES
+
 from helpers import ROOT
-from recipe.atropos.demo.random_models import FAMILIES
 
 
 def loaded(name):

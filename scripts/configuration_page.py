@@ -1,6 +1,6 @@
 """``docs/configuration.md``: every documented key, from the schema and the shipped defaults.
 
-python -m recipe.atropos.config.reference > docs/configuration.md
+python -m scripts.configuration_page > docs/configuration.md
 """
 
 import json
@@ -19,7 +19,7 @@ from recipe.atropos.watchdog.alarms import Name as AlarmName
 _HEAD = """\
 # Configuration
 
-Made by `python -m recipe.atropos.config.reference`.
+Made by `python -m scripts.configuration_page`.
 
 Give a key as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` or `recipe.atropos.main`, or in a YAML
 file (`--config FILE`). The order of precedence: command line, file, preset,
@@ -36,7 +36,8 @@ def reference() -> str:
     defaults = compose_config([])
     sections: dict[str, dict[str, tuple[str, ...]]] = {}
     for key, field in documented().items():
-        if key.startswith("environments.NAME.") or _is_section(field.annotation):
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        if is_section or key.startswith("environments.NAME."):
             continue
         section, _, name = key.rpartition(".")
         default = _default(key, defaults)
@@ -73,10 +74,6 @@ def _rows(section: str, keys: Mapping[str, tuple[str, ...]]) -> str:
         "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{prefix}{name}`", kind, default, meaning)) + " |\n"
         for name, (kind, meaning, default) in keys.items()
     )
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _kind(field: FieldInfo) -> str:
