@@ -44,7 +44,8 @@ def _scores(history: History) -> dict[str, Any]:
     keys = {"all trained rows": "atropos/mean_score", "before shaping": "atropos/mean_raw_score"}
     if all(line.get("atropos/mean_score") == line.get("atropos/mean_raw_score") for line in history.lines):
         del keys["before shaping"]
-    names = sorted({key.split("/")[1] for line in history.lines for key in line if _is_of_environment(key)})
+    scores = {key for line in history.lines for key in line if key.endswith("/mean_score") and key.count("/") == 2}
+    names = sorted(key.split("/")[1] for key in scores if key.startswith("atropos/"))
     if len(names) > 1:
         keys |= {name: f"atropos/{name}/mean_score" for name in names}
     series = _series(history, keys)
@@ -61,10 +62,6 @@ def _scores(history: History) -> dict[str, Any]:
     return _chart(
         "score", "Score", "", about, series, own=f"single answers scored from {extent(*span)}" if span else ""
     )
-
-
-def _is_of_environment(key: str) -> bool:
-    return key.startswith("atropos/") and key.endswith("/mean_score") and key.count("/") == 2
 
 
 def _held_out(history: History) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Tables of the page: the run in figures, what was dropped and why, its configuration, and installed versions."""
 
-import functools
 import statistics
 import time
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -58,7 +58,7 @@ def figures(history: History) -> list[list[str]]:
             rows.append([f"best held-out score, {name}", f"{best[1]:.3f} at step {best[0]}"])
     totals = {key: history.summary.get(key) or sum(history.column(metric)) for key, metric in _TOTALS.items()}
     seconds = max(totals["seconds"], 1e-9)
-    rows.append(["time in training steps", _duration(totals["seconds"])])
+    rows.append(["time in training steps", str(timedelta(seconds=round(totals["seconds"])))])
     if history.lines:
         if times := history.column("timing_s/step"):
             rows.append(["median step", f"{statistics.median(times):.2f} s"])
@@ -127,8 +127,9 @@ def _by_cause(counts: Counter[str], prefix: str) -> str:
 
 def configuration(history: History) -> list[list[Any]]:
     """Return [key, value, default if it differs else null, whether the recipe documents it]; secrets are hidden."""
-    defaults, known = _defaults(), documented()
-    found = []
+    shipped = compose_config([])
+    OmegaConf.resolve(shipped)
+    defaults, known, found = dict(leaves(OmegaConf.to_container(shipped))), documented(), []
     for key, value in sorted(history.config.items()):
         default = defaults.get(key, "not set")
         given = HIDDEN if is_secret(key) and value else shown(value)
@@ -136,20 +137,7 @@ def configuration(history: History) -> list[list[Any]]:
     return found
 
 
-@functools.cache
-def _defaults() -> dict[str, Any]:
-    config = compose_config([])
-    OmegaConf.resolve(config)
-    return dict(leaves(OmegaConf.to_container(config)))
-
-
 def versions(history: History) -> tuple[dict[str, str], bool]:
     """Return versions by package, and whether the run recorded them; else they are those that are installed here."""
     recorded = read_json(history.run.identity, {}).get("versions")
     return (recorded, True) if recorded else (installed_versions(history.config.get("inference.python")), False)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -113,7 +113,11 @@ def read_history(folder: str | Path) -> History:
     for lines in reports.values():
         lines.sort(key=lambda line: line["time"])
     config = without_secrets(read_yaml(run.config)) if run.config.exists() else {}
-    running, host = _who_runs(run)
+    holder = run.holder()
+    if holder is None or holder.is_here:
+        running, host = holder is not None and holder.lives(), None
+    else:  # nothing is known of it; it runs unless its launcher has ended its services
+        running, host = (True, holder.host) if read_json(run.services) != {} else (False, None)
     return History(
         run,
         read_metrics(run.path),
@@ -136,17 +140,6 @@ def shown(value: Any) -> str:
 def phases_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of a step by phase, in order."""
     return {phase: line.get(f"phase_s/{phase}", 0.0) for phase in (*PHASES, "other")}
-
-
-def _who_runs(run: RunDir) -> tuple[bool, str | None]:
-    """Return whether the process that locked the folder runs, and its machine if that is another one.
-
-    Of a process on another machine nothing is known; it runs unless its launcher has ended its services.
-    """
-    holder = run.holder()
-    if holder is None or holder.is_here:
-        return holder is not None and holder.lives(), None
-    return (True, holder.host) if read_json(run.services) != {} else (False, None)
 
 
 def _added(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], dict[str, int]]]:
