@@ -64,19 +64,14 @@ _SWITCHED = {
 }
 
 
-def _verl_folder() -> Path:
-    """Return the folder of verl's YAML without importing verl, which takes seconds and warns."""
-    spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError("verl is not installed in this environment; install it as the README says")
-    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
-
-
 class _Folders(SearchPathPlugin):
     """Let Hydra find verl's configuration, and ``trainer.yaml`` from a primary configuration in another folder."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in (_FOLDER, _verl_folder()):
+        verl = importlib.util.find_spec("verl")  # not imported, which takes seconds and warns
+        if verl is None or not verl.submodule_search_locations:
+            raise ConfigurationError("verl is not installed in this environment; install it as the README says")
+        for folder in (_FOLDER, Path(verl.submodule_search_locations[0]) / "trainer" / "config"):
             search_path.append("recipe.atropos", f"file://{folder}")
 
 

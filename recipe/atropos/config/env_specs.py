@@ -138,8 +138,5 @@ def fill_warnings(specs: Iterable[EnvironmentSpec], batch_size: int) -> list[str
 
 def options(flags: Mapping[str, Any]) -> list[str]:
     """``--key=value`` for each flag that is not None."""
-    return [f"--{key}={_text(value)}" for key, value in flags.items() if value is not None]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    given = {key: value for key, value in flags.items() if value is not None}
+    return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in given.items()]

@@ -32,15 +32,29 @@ def check_config(config: DictConfig) -> None:
     check_schema(OmegaConf.to_container(config, resolve=True))
     check_model_settings(config)
     specs = [*environment_specs(config).values()]
-    _check(chain(_algorithm(config), _loss(config), correction_rules(config.algorithm.rollout_correction)))
-    _check(chain(_lora(config), _distillation(config)))
-    _check(_shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n))
+    _check(
+        chain(
+            _algorithm(config),
+            _loss(config),
+            correction_rules(config.algorithm.rollout_correction),
+            _lora(config),
+            _distillation(config),
+            _shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n),
+        )
+    )
     for spec in specs:
         _check_shaping(spec)
     if not specs:
         _check_credit("environment", config.environment.credit)
-    _check(_ignored_credit(config, specs))
-    _check(chain(() if specs else _joined(config), _training(config), _weight_sync(config), _transport(config)))
+    _check(
+        chain(
+            _ignored_credit(config, specs),
+            () if specs else _joined(config),
+            _training(config),
+            _weight_sync(config),
+            _transport(config),
+        )
+    )
 
 
 def check_model_settings(config: DictConfig) -> None:

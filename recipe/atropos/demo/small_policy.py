@@ -28,7 +28,7 @@ from recipe.atropos.environments.word_problems import generate, gold_answer
 from recipe.atropos.utils.files import cache_root, replace_folder
 
 if TYPE_CHECKING:  # imported where they are used: finding a policy in the cache must not wait for torch
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 Chat = list[dict[str, str]]
 
@@ -129,7 +129,7 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     Returns (and writes to ``small_policy.json``) seconds, last loss and number of parameters.
     """
     import torch
-    from transformers import GenerationConfig, Qwen2ForCausalLM
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     started = time.monotonic()
     rng = random.Random(f"small policy, {seed}")
@@ -138,12 +138,26 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     roles = {"system", "user", "assistant"} | {message["role"] for chat in chats for message in chat}
     tokenizer = recipe.tokenizer([*texts[:4000], *(f"{role}\n" for role in sorted(roles))])
     examples = [_tokenize(tokenizer, chat) for chat in chats]
+    config = Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=4 * recipe.hidden_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
 
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         torch.set_num_threads(1)  # for so small a model two are hardly faster, and on busy cores ten times slower
-        model = Qwen2ForCausalLM(_model_config(len(tokenizer), recipe, tokenizer)).train()
+        model = Qwen2ForCausalLM(config).train()
         loss = _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
         torch.set_num_threads(threads)
     model.generation_config = GenerationConfig(
@@ -160,25 +174,6 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     }
     (Path(output) / "small_policy.json").write_text(json.dumps(report, indent=2))
     return report
-
-
-def _model_config(vocabulary: int, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        vocab_size=-(-vocabulary // 64) * 64,
-        hidden_size=recipe.hidden_size,
-        intermediate_size=4 * recipe.hidden_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:

@@ -7,8 +7,6 @@ whose own part is shorter than a block. (SGLang's router and verl's agent loop r
 same reason.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

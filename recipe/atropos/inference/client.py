@@ -27,8 +27,6 @@ The following was measured on SGLang 0.5.23, and on 0.5.12 where named, and hold
 * The version before any update is the string "default" (or the value of ``--weight-version``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

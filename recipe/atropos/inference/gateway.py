@@ -22,8 +22,6 @@ Environments know one base URL and nothing of servers that come and go; the gate
 ``GET /gateway/status`` returns the version, the state of each server, and the number of held requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -14,8 +14,6 @@ may be checked against `accepted` only if its request was sent in the current `e
 an announcement may reflect the earlier state.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Guarantees: SGLang runs in its own interpreter, and nothing of it is imported he
 folder, interpreter or port) is an error before anything starts; a server that fails shows the last lines of its log.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

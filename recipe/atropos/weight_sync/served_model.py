@@ -50,7 +50,10 @@ async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: st
     if (theirs := model.get("architectures")) and theirs != trained.architectures:
         differences = [f"architectures {theirs}, the trainer's are {trained.architectures}"]
     else:
-        differences = _other_sizes(served, trained)
+        pairs = {key: (getattr(served, key, None), getattr(trained, key, None)) for key in _KEYS if served is not None}
+        differences = [
+            f"{key}={theirs}, the trainer's is {ours}" for key, (theirs, ours) in pairs.items() if theirs != ours
+        ]
     served_dtype = arguments.get("dtype")
     if served_dtype not in (None, "auto", dtype, {"float16": "half"}.get(dtype)):
         differences.append(f"dtype {served_dtype}, inference.dtype is {dtype}")
@@ -82,10 +85,3 @@ def _configuration(url: str, path: str | None, trained: PretrainedConfig) -> Pre
     except (OSError, ValueError):
         logger.warning("%s: the configuration of its model, %s, cannot be read from here to compare", url, path)
         return None
-
-
-def _other_sizes(served: PretrainedConfig | None, trained: PretrainedConfig) -> list[str]:
-    if served is None:
-        return []
-    pairs = {key: (getattr(served, key, None), getattr(trained, key, None)) for key in _KEYS}
-    return [f"{key}={theirs}, the trainer's is {ours}" for key, (theirs, ours) in pairs.items() if theirs != ours]
