@@ -19,14 +19,30 @@ EXPORTED = "export.json"
 """File in every exported folder with ``run``, ``step``, ``dtype``, ``adapter``, and ``size`` in bytes."""
 
 _PACKAGES = ("verl-atropos", "verl", "atroposlib", "torch", "transformers", "peft")
+_LOAD_MODEL = """
+model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")"""
+_LOAD_ADAPTER = """\
+from peft import PeftModel
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "FOLDER")"""
 
 
 def write_card(folder: Path, run: RunDir) -> None:
     """Write ``README.md`` into an exported folder, from the run's current files, without secrets or local paths."""
     config, summary, exported = read_config_yaml(run.config), read_json(run.summary, {}), read_json(folder / EXPORTED)
     base = base_model(config, summary)
-    lines = [*_header(base, exported), "", f"# {exported['run']}, step {exported['step']}", ""]
-    lines += [
+    adapter, trained = exported["adapter"], model_name(config.actor_rollout_ref.model.path)
+    lines = [
+        "---",  # what the hub reads
+        f"library_name: {'peft' if adapter else 'transformers'}",
+        *([] if looks_local(base) else [f"base_model: {base}"]),
+        "pipeline_tag: text-generation",
+        "tags: [reinforcement-learning, grpo, atropos, verl]",
+        "---",
+        "",
+        f"# {exported['run']}, step {exported['step']}",
+        "",
         f"{model_name(base)} after {exported['step']} updates by reinforcement learning on [Atropos]"
         "(https://github.com/NousResearch/atropos) environments, with [verl](https://github.com/verl-project/verl).",
         "",
@@ -38,7 +54,9 @@ def write_card(folder: Path, run: RunDir) -> None:
         "## Use",
         "",
         "```python",
-        *_usage(exported["adapter"], model_name(config.actor_rollout_ref.model.path)),
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        (_LOAD_ADAPTER if adapter else _LOAD_MODEL).format(base=trained),
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
         "```",
         "",
     ]
@@ -48,14 +66,6 @@ def write_card(folder: Path, run: RunDir) -> None:
 def base_model(config: DictConfig, summary: Mapping[str, Any]) -> str:
     """Return the folder or hub name of the original model, also if the run started from another run's weights."""
     return summary.get("resumed_from", {}).get("base") or config.actor_rollout_ref.model.path
-
-
-def _header(base: str, exported: dict[str, Any]) -> Iterator[str]:
-    """Yield the metadata that the hub reads."""
-    yield from ("---", f"library_name: {'peft' if exported['adapter'] else 'transformers'}")
-    if not looks_local(base):
-        yield f"base_model: {base}"
-    yield from ("pipeline_tag: text-generation", "tags: [reinforcement-learning, grpo, atropos, verl]", "---")
 
 
 def model_name(path: str) -> str:
@@ -110,13 +120,3 @@ def _heldout(run: RunDir, step: int) -> Iterator[str]:
         value = "not evaluated" if after is None else f"{after:.4g}"
         yield f"| {env} | {metric} | {items} | {first['metrics'][metric]:.4g} (step {first['step']}) | {value} |"
     yield ""
-
-
-def _usage(adapter: bool, base: str) -> Iterator[str]:
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    if adapter:
-        yield from ("from peft import PeftModel", "", f'base = AutoModelForCausalLM.from_pretrained("{base}")')
-        yield 'model = PeftModel.from_pretrained(base, "FOLDER")'
-    else:
-        yield from ("", 'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")')
-    yield 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")'

@@ -196,7 +196,7 @@ class RunReader:
             services=services,
             diagnosis=diagnosis,
             waiting=self.files.waiting.exists(),
-            alarms=raised_alarms(self.files),
+            alarms=tuple(reversed(left_open(read_lines(self.files.alarms)))),
             memory=_recent_memory(holder.pid, trainer.get("device") == "cuda") if state in ALIVE else None,
         )
 
@@ -243,7 +243,8 @@ class RunReader:
     def _read_services(
         self, listing: dict[str, Any], config: dict[str, Any], state: str
     ) -> tuple[tuple[ServiceStatus, ...], dict[str, Any] | None]:
-        living = {name: entry for name, entry in listing.items() if _lives(entry)}
+        started = {name: entry for name, entry in listing.items() if entry.get("started") is not None}
+        living = {name: entry for name, entry in started.items() if process_lives(entry["pid"], entry["started"])}
         key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
         api = living.get("api", {}).get("url") or config.get("trainer", {}).get("atropos", {}).get("api_url")
         gateway = living.get("gateway", {}).get("url") or config.get("inference", {}).get("gateway")
@@ -267,11 +268,6 @@ class RunReader:
 def _configuration(path: Path, changed: int) -> dict[str, Any]:
     """Return a file's content, which is parsed again once it was ``changed`` at another time (ns)."""
     return read_yaml(path)
-
-
-def _lives(entry: dict[str, Any]) -> bool:
-    started = entry.get("started")
-    return started is not None and process_lives(entry["pid"], started)
 
 
 def _health_of_api(diagnosis: dict[str, Any] | None) -> tuple[str, str]:
@@ -328,18 +324,3 @@ def measure_memory(pid: int, on_gpu: bool) -> Memory:
 
 
 _recent_memory = cached(TTLCache(maxsize=1, ttl=_MEMORY_SECONDS))(measure_memory)
-
-
-def raised_alarms(files: RunDir) -> tuple[dict[str, Any], ...]:
-    """Return the alarms that are raised, newest first, as lines of ``alarms.jsonl``.
-
-    A run without that file recorded its alarms in ``summary.json`` only.
-    """
-    if not files.alarms.exists():
-        recorded = read_json(files.summary, {}).get("alarms") or {}
-        found = [
-            {"alarm": name, "since_step": alarm.get("first_step"), "seen": alarm.get("what", ""), "advice": ""}
-            for name, alarm in recorded.items()
-        ]
-        return tuple(sorted(found, key=lambda alarm: alarm["since_step"] or 0, reverse=True))
-    return tuple(reversed(left_open(read_lines(files.alarms))))

@@ -15,6 +15,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 import psutil
@@ -196,12 +197,7 @@ def _log_samples(name: str, tracker: Any, step: int, samples: list[list[Any]]) -
         rows = [dict(zip(_COLUMNS, sample, strict=True)) for sample in samples]
         text = "\n\n---\n\n".join(
             f"**{row['env_name']}**, score {row['score']:+g}, versions {row['policy_version_min']} to "
-            f"{row['policy_version_max']}\n\n{_quoted(row['input'])}\n\n{_quoted(row['output'])}"
+            f"{row['policy_version_max']}\n\n{indent(row['input'], 4 * ' ')}\n\n{indent(row['output'], 4 * ' ')}"
             for row in rows
         )
         tracker.writer.add_text("a_overview/samples", text, step)
-
-
-def _quoted(text: str) -> str:
-    """Return the text as a code block of Markdown."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
