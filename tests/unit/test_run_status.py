@@ -208,14 +208,6 @@ def test_status_shows_the_alarms_that_are_raised_newest_first(tmp_path):
     ]
 
 
-def test_status_takes_older_alarms_from_the_summary(tmp_path):
-    files = make_run(tmp_path / "run")
-    alarm = {"first_step": 3, "last_step": 4, "steps": 2, "largest": 1.0, "what": "far apart"}
-    files.summary.write_bytes(orjson.dumps({"alarms": {"logprob_difference": alarm}}))
-    [found] = read(files).alarms
-    assert (found["alarm"], found["since_step"], found["seen"]) == ("logprob_difference", 3, "far apart")
-
-
 def test_status_measures_the_memory_of_all_descendants():
     program = "import os, time; held = bytearray(os.urandom(1)) * (64 << 20); print(1, flush=True); time.sleep(60)"
     before = measure_memory(os.getpid(), on_gpu=False)
