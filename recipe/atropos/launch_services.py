@@ -31,14 +31,13 @@ from rich.markup import escape
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import forget_start
 from recipe.atropos.commands.dry_run import show_dry_run
+from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.env_specs import fill_warnings
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
-from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, expected_failure
 from recipe.atropos.inference.installed import installed_versions
-from recipe.atropos.inference.server import check_launch
-from recipe.atropos.inference.server_flags import check_flags
+from recipe.atropos.inference.server import check_flags, check_launch
 from recipe.atropos.launcher.detaching import run_detached
 from recipe.atropos.launcher.environment_processes import check_environments, check_target
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment

@@ -22,13 +22,11 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.config.compose import given_keys
+from recipe.atropos.config.compose import add_options, compose_overrides, given_keys
 from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
-from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
-from recipe.atropos.inference.memory_saver import check_saver
-from recipe.atropos.inference.server import sglang_python
+from recipe.atropos.inference.server import check_saver, sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.run_plan import RunPlan, plan_run

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.models import check_model
-from recipe.atropos.config.options import add_options, compose_overrides
 from recipe.atropos.config.transports import gpu_transport
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch

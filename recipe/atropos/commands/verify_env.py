@@ -38,7 +38,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.gem.outer_policy import watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.sampled import NOT_PUSHED
+from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply, read_reply
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _MOST_WARNINGS = 10_000  # then the earlier ones are forgotten
@@ -58,13 +58,11 @@ class Exchange:
     messages: list[dict[str, Any]] | None = None
 
     @property
-    def answers(self) -> list[tuple[list[int], list[float]]]:
-        """Token ids and logprobs of each choice; empty if the reply has no token ids."""
+    def answers(self) -> list[SampledReply]:
+        """Each choice that has tokens; empty if the reply has none, or was aborted."""
         replies = self.reply if isinstance(self.reply, list) else [self.reply]
-        if self.path != "/generate" or self.status != 200:
-            return []
-        pairs = [reply["meta_info"].get("output_token_logprobs") or [] for reply in replies]
-        return [([token for _, token, *_ in pair], [value for value, *_ in pair]) for pair in pairs]
+        given = replies if self.path == "/generate" and self.status == 200 else []
+        return [*filter(None, map(read_reply, given))]
 
 
 @dataclass
@@ -223,7 +221,7 @@ def _not_sampled(groups: Sequence[Mapping[str, Any]], exchanges: Sequence[Exchan
         for row, (tokens, masks, values) in enumerate(zip(group["tokens"], group["masks"], logprobs, strict=True)):
             for start, end in trained_spans(masks):
                 given = values and values[start:end]
-                if not any(_occurs_in(tokens[start:end], given, *answer) for answer in answers):
+                if not any(_occurs_in(tokens[start:end], given, each.tokens, each.logprobs) for each in answers):
                     text = tokenizer.decode(tokens[start:end])
                     yield f"group {number}, sequence {row}, positions {start} to {end - 1}: {text!r:.200}"
 
@@ -297,15 +295,14 @@ def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None
         console.print(Text(tokenizer.decode(ids), style="bright_black"))
     if not exchange.answers:
         console.print(f"answer without token ids: {exchange.reply!r:.{_SHOWN_TEXT}}", markup=False)
-    for choice, (sampled, _) in enumerate(exchange.answers):
-        reply = exchange.reply[choice] if isinstance(exchange.reply, list) else exchange.reply
-        meta = reply["meta_info"]
+    for choice, answer in enumerate(exchange.answers):
+        versions = "unknown" if answer.versions is None else " to ".join(map(str, dict.fromkeys(answer.versions)))
         console.print(
-            f"answer {choice}, {len(sampled)} tokens, {(meta.get('finish_reason') or {}).get('type')}, weight version "
-            f"{meta.get('weight_version')}: {_brief_ids(sampled)}",
+            f"answer {choice}, {len(answer.tokens)} tokens, {answer.finish.get('type')}, weight version {versions}: "
+            f"{_brief_ids(answer.tokens)}",
             markup=False,
         )
-        console.print(Text(tokenizer.decode(sampled), style="green"))
+        console.print(Text(tokenizer.decode(answer.tokens), style="green"))
 
 
 def _show_groups(result: Verified, console: Console) -> None:

@@ -32,14 +32,11 @@ class PrefixAffinity:
         least = min(servers, key=lambda server: (server.inflight, server.requests))
         if len(servers) == 1 or not (blocks := _blocks(body)):
             return least
-        chosen = self._holder(blocks, servers) or least
-        self._servers[blocks[-1]] = chosen.url
-        return chosen
-
-    def _holder(self, blocks: list[int], servers: Sequence[Server]) -> Server | None:
         url = next((self._servers[block] for block in reversed(blocks) if block in self._servers), None)
         bound = _BOUND * sum(server.inflight for server in servers) / len(servers) + _SLACK
-        return next((server for server in servers if server.url == url and server.inflight < bound), None)
+        chosen = next((server for server in servers if server.url == url and server.inflight < bound), least)
+        self._servers[blocks[-1]] = chosen.url
+        return chosen
 
 
 def _blocks(body: bytes) -> list[int]:

@@ -4,13 +4,16 @@ Guarantees: SGLang runs in its own interpreter, and nothing of it is imported he
 folder, interpreter or port) is an error before anything starts; a server that fails shows the last lines of its log.
 """
 
+import contextlib
+import difflib
 import functools
 import importlib.util
+import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +21,10 @@ from typing import Any, Literal
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.memory_saver import check_saver, packages_of, saver_variables
 from recipe.atropos.utils import private_process
-from recipe.atropos.utils.gpus import WITHOUT_GPUS, nccl_variables, visible_gpus
-from recipe.atropos.utils.machine import versions_in
+from recipe.atropos.utils.files import cache_root, read_json, write_json
+from recipe.atropos.utils.gpus import WITHOUT_GPUS, nccl_variables, visible_gpus, without_expandable_segments
+from recipe.atropos.utils.machine import run_program, versions_in
 from recipe.atropos.utils.process import Service, port_is_free, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 from recipe.atropos.utils.sockets import holder
@@ -41,6 +44,7 @@ _KEPT_BYTES = 4 << 30  # freed memory that a server on a CPU keeps, at most
 # outlive a killed launcher.
 _END_ON_SIGTERM = {"SGL_FORCE_SHUTDOWN": "1"}
 _PROBE_SECONDS = 60.0  # for the interpreter to answer
+_SAVER = "torch-memory-saver"
 # Other names that SGLang accepts: argparse completes prefixes (read in SGLang 0.5.23, arg_groups/fields/parallel.py).
 _ALIASES = {
     "tp": "tp_size",
@@ -285,3 +289,135 @@ async def wait_until_serving(service: Service, timeout: float = 600.0) -> float:
     except BaseException:
         service.stop(grace=2)
         raise
+
+
+# ---------------------------------------------------------------- the user's flags
+
+# They are checked by the parser of the SGLang that is installed. Importing SGLang takes seconds, so its flags are kept
+# in the cache, by version. They are read anew before a flag is refused, since an SGLang that is installed for
+# development changes without its version.
+_DUMP_SECONDS = 120.0
+_DUMP = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+kind = lambda action: action.type.__name__ if action.type in (int, float) else None
+choices = lambda action: action.choices and [str(choice) for choice in action.choices]
+print(json.dumps({flag: [a.nargs, kind(a), choices(a)] for a in parser._actions for flag in a.option_strings}))
+"""
+_KINDS = {"int": (int, "a whole number"), "float": (float, "a number")}
+
+
+def check_flags(launch: SGLangLaunch, given: Mapping[str, Any]) -> None:
+    """Check ``inference.args``; ``launch`` is a server that gets them.
+
+    Raises:
+        LaunchError: with a line for each flag that the server would refuse.
+    """
+    command, variables = sglang_command(launch)
+    version = versions_in(command[0], ("sglang",))["sglang"]
+    cached = cache_root() / f"sglang-flags-{version}.json"
+    known = read_json(cached)
+    if known and not list(wrong_flags(given, known, version)):
+        return
+    try:
+        printed = run_program(command[0], "-c", _DUMP, timeout=_DUMP_SECONDS, **variables)
+    except LaunchError:  # as where SGLang cannot be imported without a GPU; the server itself will tell
+        return
+    known = json.loads(printed.splitlines()[-1])
+    with contextlib.suppress(OSError):  # the cache only saves time
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_json(cached, known)
+    if wrong := list(wrong_flags(given, known, version)):
+        raise LaunchError("\n".join(wrong))
+
+
+def wrong_flags(given: Mapping[str, Any], flags: Mapping[str, list], version: str) -> Iterator[str]:
+    """Yield what is wrong with each flag. ``flags``: nargs, kind of number and choices, by ``--flag``."""
+    for name, value in sglang_flags(given).items():
+        option, told, sglang = f"--{name.replace('_', '-')}", f"inference.args.{name}={value}", f"SGLang {version}"
+        if option not in flags:
+            if not any(flag.startswith(option) for flag in flags):  # argparse completes
+                near = difflib.get_close_matches(option, flags, n=1)
+                meant = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
+                yield f"{told}: {sglang} has no such flag{meant}"
+            continue
+        nargs, kind, choices = flags[option]
+        if nargs == 0 and not isinstance(value, bool | None):
+            yield f"{told}: this flag of {sglang} takes no value; give true or false"
+        elif nargs in (None, "+") and value is True:
+            yield f"{told}: this flag of {sglang} takes a value"
+        elif value is not None and not isinstance(value, bool):
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if choices and str(each) not in choices:
+                    yield f"{told}: {sglang} takes one of {', '.join(choices)}"
+                elif kind and not _is(_KINDS[kind][0], each):
+                    yield f"{told}: {sglang} takes {_KINDS[kind][1]}"
+
+
+def _is(kind: type, value: Any) -> bool:
+    try:
+        kind(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- torch_memory_saver
+
+# The preloaded library with which a colocated server releases its GPU memory needs CUDA's runtime, which pip installs
+# where the dynamic loader does not look. A process that preloads a library with a missing dependency does not start:
+# Python exits with status 127, without a line in SGLang's log.
+
+
+@functools.cache
+def saver_variables(python: str) -> dict[str, str]:
+    """Return the environment variables that a server of that interpreter needs to release its memory.
+
+    Raises:
+        LaunchError: the interpreter does not run.
+    """
+    folders = sorted({str(path.parent) for path in packages_of(python).glob("nvidia/*/lib/libcudart.so.*")})
+    given = os.environ.get("LD_LIBRARY_PATH")
+    variables = {"LD_LIBRARY_PATH": os.pathsep.join([*folders, *([given] if given else [])])} if folders else {}
+    return variables | without_expandable_segments(os.environ)  # expandable segments cannot be released
+
+
+def check_saver(python: str) -> None:
+    """Start that interpreter with the library preloaded, as for SGLang.
+
+    Raises:
+        LaunchError: the library is not installed, not built for this CUDA version, or does not load.
+    """
+    packages = packages_of(python)
+    versions = versions_in(python, (_SAVER,))
+    fix = f"{python} -m pip install torch-memory-saver, or inference.colocated=false with a GPU for each"
+    if versions[_SAVER] is None:
+        raise LaunchError(f"inference.colocated=true: {python} has no package torch_memory_saver: {fix}")
+    if versions["cuda"] is None:
+        raise LaunchError(f"inference.colocated=true: {python} has torch for a CPU: install SGLang's CUDA build of it")
+    major = versions["cuda"].split(".")[0]
+    found = sorted(packages.glob(f"torch_memory_saver_hook_mode_preload_cu{major}.*.so"))
+    if not found:
+        raise LaunchError(
+            f"inference.colocated=true: torch_memory_saver {versions[_SAVER]} of {python} has no library for CUDA "
+            f"{versions['cuda']}, which its torch is for: {fix}"
+        )
+    variables = {**saver_variables(python), "LD_PRELOAD": str(found[0])}
+    try:
+        run_program(python, "-c", "pass", timeout=_PROBE_SECONDS, **variables)
+    except LaunchError as error:
+        raise LaunchError(
+            f"inference.colocated=true: {python} does not start with {found[0].name} ({error}): install "
+            f"nvidia-cuda-runtime for CUDA {major} there, or add the folder of libcudart.so.{major} to LD_LIBRARY_PATH"
+        ) from error
+
+
+@functools.cache
+def packages_of(python: str) -> Path:
+    """Return the folder of that interpreter's packages."""
+    try:
+        return Path(run_program(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip())
+    except LaunchError as error:
+        raise LaunchError(f"inference.python={error}: name another interpreter") from error

@@ -3,8 +3,7 @@
 import pytest
 
 from recipe.atropos.errors import LaunchError
-from recipe.atropos.inference.server import SGLangLaunch
-from recipe.atropos.inference.server_flags import check_flags, wrong_flags
+from recipe.atropos.inference.server import SGLangLaunch, check_flags, wrong_flags
 from recipe.atropos.utils.files import read_json, write_json
 
 FLAGS = {

@@ -13,10 +13,9 @@ from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.inference import memory_saver
+from recipe.atropos.inference import server as sglang_server
 from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.inference.memory_saver import check_saver, saver_variables
-from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_command
+from recipe.atropos.inference.server import SGLangLaunch, check_saver, declares_flag, saver_variables, sglang_command
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import place_servers
@@ -343,11 +342,11 @@ def interpreter(tmp_path):
     subprocess.run([*shared, "-Wl,-soname,libcudart.so.99", "-o", runtime / "libcudart.so.99", runtime / "runtime.c"])
     library = packages / "torch_memory_saver_hook_mode_preload_cu99.abi3.so"
     subprocess.run([*shared, "-o", library, packages / "saver.c", runtime / "libcudart.so.99"], check=True)
-    memory_saver.packages_of.cache_clear()
-    memory_saver.saver_variables.cache_clear()
+    sglang_server.packages_of.cache_clear()
+    sglang_server.saver_variables.cache_clear()
     yield str(folder / "bin/python"), library, runtime
-    memory_saver.packages_of.cache_clear()
-    memory_saver.saver_variables.cache_clear()
+    sglang_server.packages_of.cache_clear()
+    sglang_server.saver_variables.cache_clear()
 
 
 def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatch):
