@@ -23,7 +23,6 @@ from typing import Any
 
 from machine_watch import MemoryWatch, this_machine
 from random_models import make_random_model
-
 from recipe.atropos.commands.doctor import examine, usable_gpus
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import AtroposError

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from random_models import CHAT_TEMPLATE
 from safetensors import safe_open
 
 from helpers.checksums import assert_serves
@@ -32,6 +31,7 @@ from helpers.trainer import (
 )
 from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
 from helpers.waiting import until
+from random_models import CHAT_TEMPLATE
 from recipe.atropos import ray_trainer
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.errors import NothingToTrain

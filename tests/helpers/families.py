@@ -2,13 +2,13 @@
 
 from types import SimpleNamespace
 
-import random_models
 import torch
 from peft import LoraConfig, get_peft_model
-from random_models import make_random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+import random_models
+from random_models import make_random_model
 from recipe.atropos.verl_ext.engines import PushedWeights
 
 FAMILIES = [*random_models.FAMILIES, "qwen2-tied", "llama-tied"]

@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 import torch
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-from random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from helpers.sglang import make_tiny_model
+from random_models import CHAT_TEMPLATE, SPECIAL_TOKENS
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.restore import restore
 from recipe.atropos.data.rows import trained_spans

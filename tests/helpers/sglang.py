@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from random_models import make_random_model
-
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
 from recipe.atropos.utils.process import Service, free_port

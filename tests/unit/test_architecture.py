@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from configuration_page import reference
 
+from configuration_page import reference
 from helpers import ROOT
 from helpers.promises import code, tables
 from recipe.atropos.data import reasons

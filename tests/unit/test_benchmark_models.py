@@ -5,9 +5,8 @@ import itertools
 import json
 import random
 
-from random_models import FAMILIES
-
 from helpers import ROOT
+from random_models import FAMILIES
 
 
 def loaded(name):

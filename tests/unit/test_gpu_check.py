@@ -6,10 +6,10 @@ import sys
 import time
 
 import pytest
-from machine_watch import MemoryWatch
 
 from helpers import ROOT
 from helpers.runs import run_of
+from machine_watch import MemoryWatch
 from recipe.atropos.commands import doctor
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config

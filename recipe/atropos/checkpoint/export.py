@@ -19,7 +19,6 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,19 +43,6 @@ _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt)(\.index\.json)?")  # of save_co
 
 class ExportError(AtroposError, RuntimeError):
     """A checkpoint that cannot be exported; the message says why."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written: ``dtype`` of the weights, e.g. "float32", and their ``size`` in bytes."""
-
-    folder: Path
-    step: int
-    dtype: str
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.folder}: step {self.step}, {self.dtype}, {self.size / 1e9:.3g} GB"
 
 
 # ---------------------------------------------------------------- checkpoint
@@ -212,8 +198,10 @@ def export_checkpoint(
     dtype: str | None = None,
     adapter: bool = False,
     trust_remote_code: bool = False,
-) -> Exported:
-    """Write the model of ``checkpoint`` to ``out``, replacing it; ``dtype`` None keeps the trained dtype.
+) -> str:
+    """Write the model of ``checkpoint`` to ``out``, replacing it, and return a line that says what was written.
+
+    ``dtype`` None keeps the trained dtype.
 
     ``adapter``: export only the LoRA adapter, which is all that a checkpoint of ``save_lora_only`` has.
     ``trust_remote_code``: the model's custom code may run, whatever the run's configuration says.
@@ -257,7 +245,7 @@ def export_checkpoint(
         exported["size"] = write_safetensors(folder, "adapter_model" if adapter else "model", like, tensors)
         write_json(folder / EXPORTED, exported)
         write_card(folder, run)
-    return Exported(out, exported["step"], written, exported["size"])
+    return f"{out}: step {exported['step']}, {written}, {exported['size'] / 1e9:.3g} GB"
 
 
 def _check_out(out: Path) -> None:
@@ -277,8 +265,9 @@ def _most_common_dtype(like: Mapping[str, torch.Tensor]) -> str:
     return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.")
 
 
-def export_last(run: RunDir) -> Exported | None:
-    """Export the newest checkpoint, if any, to ``RUN/model``, or to ``RUN/adapter`` if it is of ``save_lora_only``.
+def export_last(run: RunDir) -> str | None:
+    """Export the newest checkpoint, if any, to ``RUN/model``, or to ``RUN/adapter`` if it is of ``save_lora_only``;
+    return what ``export_checkpoint`` does.
 
     Raises:
         ExportError, ShardsError, CheckpointDamaged, ConfigurationError, DiskFull: as in ``export_checkpoint``.
@@ -291,8 +280,8 @@ def export_last(run: RunDir) -> Exported | None:
     return export_checkpoint(run, choose_checkpoint(run), out, adapter=adapter, trust_remote_code=trusted)
 
 
-def export(arguments: argparse.Namespace) -> Exported:
-    """Run ``verl-atropos export``; raise as ``export_checkpoint``, and nothing is written then."""
+def export(arguments: argparse.Namespace) -> str:
+    """Run ``verl-atropos export``; return and raise as ``export_checkpoint``."""
     run = RunDir(arguments.run)
     if not run.config.is_file():
         raise ConfigurationError(f"{arguments.run}: no {run.config.name} there; give the folder of a run")

@@ -4,7 +4,7 @@ A transport is one file in ``weight_sync/transports``: a subclass of ``WeightTra
 its checks. ``weight_sync`` imports all of them; it is verl's ``checkpoint_engine.custom_backend_module``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from recipe.atropos.errors import ConfigurationError
 
 
 class WeightTransport:
-    """Base of the transports; each pushes as ``weight_sync.push.Transport`` says.
+    """Base of the transports: how the tensors of a version reach the servers (each an ``SGLangClient``).
 
     ``class Pigeon(WeightTransport, name="pigeon")`` is what ``trainer.atropos.weight_sync.transport=pigeon`` names.
     """
@@ -48,10 +48,19 @@ class WeightTransport:
         yield from ()
 
     async def check_server(self, client: Any) -> None:
-        """Raise WeightPushError if a new or restarted server, an ``SGLangClient``, cannot be pushed to."""
+        """Raise WeightPushError if a new or restarted server cannot be pushed to."""
+
+    async def stage(self, clients: Sequence[Any], weights: Iterator[tuple[str, Any]], version: int) -> None:
+        """Do what can be done before generation is paused; ``weights`` are read here or in ``deliver``."""
+
+    async def deliver(self, clients: Sequence[Any], version: int) -> None:
+        """Make every server, all paused if ``pauses``, load the weights and then report the version.
+
+        Raises WeightPushError, naming the server.
+        """
 
     def release(self, version: int) -> None:
-        """Do nothing: what was staged is kept for the next version."""
+        """Clean up once the version is active on every server; here, what was staged is kept for the next one."""
 
 
 def named_transport(config: DictConfig) -> type[WeightTransport] | None:

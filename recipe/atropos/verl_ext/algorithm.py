@@ -23,27 +23,3 @@ from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
-
-__all__ = [
-    "ActorConfig",
-    "AdaptiveKLController",
-    "AggregationType",
-    "FixedKLController",
-    "Metric",
-    "agg_loss",
-    "calculate_debug_metrics",
-    "compute_data_metrics",
-    "compute_grpo_outcome_advantage",
-    "compute_rollout_correction_and_add_to_batch",
-    "compute_throughout_metrics",
-    "compute_timing_metrics",
-    "compute_variance_proxy_metrics",
-    "get_adv_estimator_fn",
-    "get_kl_controller",
-    "kl_penalty",
-    "masked_mean",
-    "ppo_loss",
-    "reduce_metrics",
-    "register_adv_est",
-    "register_policy_loss",
-]

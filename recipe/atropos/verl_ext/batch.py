@@ -6,15 +6,3 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
-
-__all__ = [
-    "DataProto",
-    "calculate_workload",
-    "compute_position_id_with_mask",
-    "get_seqlen_balanced_partitions",
-    "left_right_2_no_padding",
-    "log_seqlen_unbalance",
-    "no_padding_2_padding",
-    "rename_dict",
-    "tensordict_utils",
-]

@@ -2,5 +2,3 @@
 
 from verl.utils.device import get_device_id, get_device_name, get_torch_device, set_expandable_segments
 from verl.utils.torch_dtypes import PrecisionType
-
-__all__ = ["PrecisionType", "get_device_id", "get_device_name", "get_torch_device", "set_expandable_segments"]

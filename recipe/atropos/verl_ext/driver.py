@@ -5,12 +5,3 @@ from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.debug import marked_timer
 from verl.utils.tracking import Tracking
-
-__all__ = [
-    "Tracking",
-    "get_ppo_ray_runtime_env",
-    "marked_timer",
-    "omega_conf_to_dataclass",
-    "should_save_ckpt_esi",
-    "validate_config",
-]

@@ -5,14 +5,3 @@ from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 from verl.trainer.ppo.utils import need_reference_policy
-
-__all__ = [
-    "CheckpointEngine",
-    "CheckpointEngineRegistry",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "get_platform",
-    "need_reference_policy",
-    "sort_placement_group_by_node_ip",
-]

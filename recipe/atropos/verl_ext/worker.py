@@ -4,13 +4,3 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.memory_utils import aggressive_empty_cache
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-
-__all__ = [
-    "ActorRolloutRefWorker",
-    "Dispatch",
-    "TrainingWorker",
-    "aggressive_empty_cache",
-    "initialize_global_process_group_ray",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "register",
-]

@@ -16,11 +16,11 @@ from transformers import AutoConfig
 
 from recipe.atropos.config.transports import WeightTransport, fastest_transport
 from recipe.atropos.inference.client import Capabilities, SGLangClient
-from recipe.atropos.tensors.format import CheckpointError, read_shapes
+from recipe.atropos.tensors.format import CheckpointError, CheckpointFormat, read_shapes
 from recipe.atropos.utils.hosts import is_this_host
 from recipe.atropos.verl_ext.device import PrecisionType, get_device_name
 from recipe.atropos.verl_ext.ranks import CheckpointEngine, CheckpointEngineRegistry
-from recipe.atropos.weight_sync.names import PushedNames, Streamed
+from recipe.atropos.weight_sync.names import PushedNames
 from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.served_model import check_model, served_path
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
@@ -73,7 +73,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._capabilities: dict[str, Capabilities] = {}  # by URL; cached, so that a pause need not wait for them
         self._pushed: str | None = None  # the version that every server had after the last push
         self._names: PushedNames | None = None  # None: not compared
-        self._transport: Any  # a WeightTransport with the methods of ``push.Transport``
+        self._transport: WeightTransport
         if lora_rank and not lora_merge:
             self._transport = AdapterTransport(model_path, proven=verify == "probe")
         else:
@@ -81,7 +81,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
             chosen = fastest_transport(shared) if transport == "auto" else WeightTransport.by_name[transport]
             self._transport = chosen(bucket_size=bucket_size, timeout=timeout, directory=directory)
 
-    def expect(self, streamed: Streamed) -> None:
+    def expect(self, streamed: CheckpointFormat) -> None:
         """Declare that every push will send ``streamed``, and compare it with the model's checkpoint now, on rank 0.
 
         Raises:

@@ -13,11 +13,10 @@ each push. Allowed differences:
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import torch
 
-from recipe.atropos.tensors.format import Shapes
+from recipe.atropos.tensors.format import CheckpointFormat, Shapes
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 _LISTED = 5  # names in an error
@@ -27,16 +26,6 @@ class WeightNamesError(WeightPushError):
     """The tensors of a push differ from those of the served checkpoint; lists them."""
 
 
-class Streamed(Protocol):
-    """What the trainer's stream consists of; see ``CheckpointFormat``."""
-
-    shapes: Shapes
-    buffers: frozenset[str]
-    fp32: frozenset[str]
-    tied: dict[str, str]
-    ignored: list[str]
-
-
 class PushedNames:
     """Names and shapes of every push: those of ``streamed``, except buffers that the servers derive.
 
@@ -44,7 +33,7 @@ class PushedNames:
         WeightNamesError: ``checkpoint``, read from ``path``, has other names or shapes.
     """
 
-    def __init__(self, streamed: Streamed, checkpoint: Shapes, path: str):
+    def __init__(self, streamed: CheckpointFormat, checkpoint: Shapes, path: str):
         self.path = path
         self.shapes = {
             name: shape for name, shape in streamed.shapes.items() if name in checkpoint or name not in streamed.buffers

@@ -16,36 +16,18 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
+from recipe.atropos.config.transports import WeightTransport
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 
-class Transport(Protocol):
-    """How the tensors of a version reach the servers; ``pauses``: generation is paused while they are delivered."""
-
-    pauses: bool
-
-    async def stage(self, clients: Sequence[SGLangClient], weights: NamedTensors, version: int) -> None:
-        """Do what can be done before generation is paused; ``weights`` are read here or in ``deliver``."""
-
-    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
-        """Make every server, all paused if ``pauses``, load the weights and then report the version.
-
-        Raises WeightPushError, naming the server.
-        """
-
-    def release(self, version: int) -> None:
-        """Clean up once the version is active on every server: earlier staged data may be deleted."""
-
-
 async def push(
     clients: Sequence[SGLangClient],
-    transport: Transport,
+    transport: WeightTransport,
     weights: NamedTensors,
     version: int,
     pause_mode: str,

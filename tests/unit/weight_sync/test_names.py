@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from random_models import SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -18,6 +17,7 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_family
 from helpers.trainer import compose_config
+from random_models import SIZES
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
