@@ -368,12 +368,18 @@ def _scores(history: History, now: float) -> Iterator[Finding]:
         first = [step[key] for step in history.first if step.get(key) is not None]
         if len(first) == FIRST_STEPS and not _near_highest(history, key, extremes):
             scores = np.array([step[key] for step in steps])
-            yield from _collapsed(history, steps, scores, name, float(np.mean(first)), high - low)
+            yield from _collapsed(history, steps, scores, key, name, float(np.mean(first)), high - low)
             yield from _flat(history, steps, scores, name, first, high - low)
 
 
 def _collapsed(
-    history: History, steps: list[dict[str, Any]], scores: np.ndarray, name: str | None, start: float, spread: float
+    history: History,
+    steps: list[dict[str, Any]],
+    scores: np.ndarray,
+    key: str,
+    name: str | None,
+    start: float,
+    spread: float,
 ) -> Iterator[Finding]:
     newest = steps[-_COLLAPSED_STEPS:]
     if len(steps) < _BEST_STEPS + _COLLAPSED_STEPS or newest[0]["step"] <= history.begin:
@@ -389,7 +395,8 @@ def _collapsed(
             f"mean score {now:.3g} over the last {len(newest)} steps, after {best:.3g} at its best "
             f"(step {steps[at + _BEST_STEPS - 1]['step']}) and {start:.3g} at the start"
         )
-        yield _finding("reward_collapsed", text, steps[at + _fall(scores[at:])], name)
+        onset = _onset(history, newest, lambda step: step[key] < (best + now) / 2, steps)
+        yield _finding("reward_collapsed", text, onset, name)
 
 
 def _flat(
@@ -456,13 +463,6 @@ def _values(steps: Sequence[dict[str, Any]], key: str) -> list[float]:
 def _rolling(values: np.ndarray, n: int) -> np.ndarray:
     """Return the means of all n neighbors."""
     return np.convolve(values, np.full(n, 1 / n), "valid")
-
-
-def _fall(scores: np.ndarray) -> int:
-    """Return where the values after the one change of mean that explains most of a fall begin."""
-    at, sums = np.arange(1, len(scores)), scores.cumsum()
-    falls = sums[:-1] / at - (sums[-1] - sums[:-1]) / (len(scores) - at)
-    return int((falls * np.sqrt(at * (len(scores) - at))).argmax()) + 1
 
 
 def _error(scores: np.ndarray, n: int, m: int) -> float:
