@@ -1,7 +1,7 @@
 """Write safetensors files one tensor at a time; the library's ``save_file`` needs all tensors of a file at once."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import orjson
@@ -70,7 +70,7 @@ def _divide(like: Mapping[str, torch.Tensor]) -> list[list[str]]:
     return files
 
 
-def _write_file(path: Path, like: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _write_file(path: Path, like: Mapping[str, torch.Tensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name in sorted(like, key=lambda name: -like[name].element_size()):  # aligns each tensor to its element size
         tensor = like[name]
@@ -83,14 +83,11 @@ def _write_file(path: Path, like: Mapping[str, torch.Tensor], tensors: Iterable[
     encoded += b" " * (-len(encoded) % 8)
     with open(path, "wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        written = 0
-        for expected, (name, tensor) in zip(like.items(), tensors, strict=False):
-            if (name, tensor.shape, tensor.dtype) != (expected[0], expected[1].shape, expected[1].dtype):
-                raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} in the place of {expected[0]}")
+        for key, expected in like.items():
+            name, tensor = next(tensors, ("nothing", expected))
+            if (name, tensor.shape, tensor.dtype) != (key, expected.shape, expected.dtype):
+                raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} in the place of {key}")
             file.seek(8 + len(encoded) + header[name]["data_offsets"][0])
             file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-            written += 1
-        if written < len(like):
-            raise ValueError(f"the tensors end before {path.name} is whole")
         file.flush()
         os.fsync(file.fileno())

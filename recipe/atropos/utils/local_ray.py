@@ -29,9 +29,18 @@ def start_ray(**options: Any) -> None:
         ConfigurationError: this Ray has no token authentication.
         AtroposError: Ray did not start, or the cluster rejected this process.
     """
-    if joins_cluster(options):
-        _init(**options)
-        return
+    if not joins_cluster(options):
+        _keep_private()
+        options = {"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"}
+    try:
+        ray.init(**options)
+    except Exception as error:  # a bare one too, if the node is not up within Ray's 30 seconds
+        reason = " ".join(str(error).split())
+        raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
+
+
+def _keep_private() -> None:
+    """Let the next ``ray.init`` start a Ray with a token, on loopback."""
     if not hasattr(ray._raylet, "AuthenticationTokenLoader"):
         raise ConfigurationError(
             f"ray=={ray.__version__} has no token authentication, so that any user of this machine could run code as "
@@ -50,15 +59,6 @@ def start_ray(**options: Any) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
     ray._raylet.Config.initialize("")  # and the mode
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
-    _init(**{"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"})
-
-
-def _init(**options: Any) -> None:
-    try:
-        ray.init(**options)
-    except Exception as error:  # a bare one too, if the node is not up within Ray's 30 seconds
-        reason = " ".join(str(error).split())
-        raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
 
 
 def keep_logs(folder: Path) -> None:
