@@ -77,9 +77,9 @@ def test_verify_env_shows_each_turn_as_a_call(served):
     for group in result.posted:
         for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
             trained = [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]
-            answers = [token for exchange in result.exchanges for ids, _ in exchange.answers for token in ids]
+            answers = [token for exchange in result.exchanges for answer in exchange.answers for token in answer.tokens]
             assert set(trained) <= set(answers) and len(trained) <= 4 * 6
-    sampled = sum(len(ids) for exchange in result.exchanges for ids, _ in exchange.answers)
+    sampled = sum(len(answer.tokens) for exchange in result.exchanges for answer in exchange.answers)
     assert sum(int(row.mask.sum()) for row in result.rows) == sampled
     assert orjson.dumps(result.posted)
 

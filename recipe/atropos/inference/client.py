@@ -136,7 +136,6 @@ class SGLangClient:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connector = OwnServers if own and api_key else aiohttp.TCPConnector
-        self._session: aiohttp.ClientSession | None = None
         self._capabilities = capabilities
 
     async def __aenter__(self) -> Self:
@@ -147,9 +146,7 @@ class SGLangClient:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -315,8 +312,6 @@ class SGLangClient:
     # -- transport -------------------------------------------------------------------------------------------------
 
     async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
-        if self._session is None:
-            raise RuntimeError(f"SGLangClient({self.url!r}) is not open: use it with `async with`")
         limit = self.timeout if timeout is None else timeout
         try:
             async with self._session.request(

@@ -282,7 +282,6 @@ async def wait_until_serving(service: Service, timeout: float = 600.0) -> float:
     Raises:
         ServiceFailed: with the last lines of the server's log, when it died or `timeout` seconds passed.
     """
-    assert service.url is not None, f"{service.name} has no url"
     try:
         async with SGLangClient(service.url) as client:  # /health asks for no key
             return await wait_until_healthy(service, client.health, timeout, what="serving")
