@@ -288,11 +288,10 @@ def export(arguments: argparse.Namespace) -> str:
     checkpoint = choose_checkpoint(run, arguments.step, arguments.best)
     newest = checkpoint == choose_checkpoint(run)
     name = f"{'adapter' if arguments.adapter else 'model'}{'' if newest else f'-{step_of(checkpoint)}'}"
-    out = arguments.out or run.path / name
     return export_checkpoint(
         run,
         checkpoint,
-        out,
+        arguments.out or run.path / name,
         arguments.dtype,
         arguments.adapter,
         trust_remote_code=arguments.trust_remote_code,

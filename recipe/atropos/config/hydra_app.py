@@ -59,9 +59,8 @@ def _as_hydras(overrides: Sequence[str]) -> list[str]:
     composed = (shipped(preset), compose_config(overrides, print))
     old, new = (dict(leaves(OmegaConf.to_container(config))) for config in composed)
     changed = {key: value for key, value in new.items() if key in given or key not in old or old[key] != value}
-    chosen = [] if preset is None else [f"preset={preset}"]
     return [
-        *chosen,
+        *([] if preset is None else [f"preset={preset}"]),
         *(f"~{key}" for key in old if key not in new),
         *(f"++{key}={_literal(value)}" for key, value in changed.items()),
     ]

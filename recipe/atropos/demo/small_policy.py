@@ -66,13 +66,12 @@ class Recipe:
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         """Return the training conversations: the assistant's messages are learned, without their ``given`` part."""
-        rows = generate("train", self.problems, seed)
         return [
             [
                 {"role": "user", "content": row["question"]},
                 {"role": "assistant", "content": solution(row, rng, self.wrong_operation)},
             ]
-            for row in rows
+            for row in generate("train", self.problems, seed)
         ]
 
     def tokenizer(self, texts: list[str]) -> PreTrainedTokenizerFast:

@@ -38,9 +38,13 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
     command = gateway_command(inference.gateway, inference.host, inference.urls, atropos.weight_sync.timeout)
     log, variables = RunDir(config.run.dir).log("gateway"), {API_KEY_VARIABLE: inference.api_key or ""}
     with reserve(inference.host, port, "inference.gateway_port") as reserved, listening(reserved) as given:
-        inherited = {SOCKET_VARIABLE: given.fileno()}
         service = start_service(
-            "gateway", command, log_path=log, env=variables, url=inference.gateway, inherited=inherited
+            "gateway",
+            command,
+            log_path=log,
+            env=variables,
+            url=inference.gateway,
+            inherited={SOCKET_VARIABLE: given.fileno()},
         )
     try:
         key = "none"

@@ -126,8 +126,7 @@ def token_columns(
         if step not in numbers:
             continue
         try:
-            groups = read_batch(history.run.trajectories, numbers[step]).groups
-            recorded = rows_of_step(config, step, groups)
+            recorded = rows_of_step(config, step, read_batch(history.run.trajectories, numbers[step]).groups)
         except DataSourceError as error:  # some batches may have been removed
             failed = error
             continue

@@ -78,10 +78,9 @@ class Dashboard:
         rows = list(self._rows(max(20, options.max_width - 17), ascii_only))
         for label, content in rows if self.whole else rows[: max(3, options.size.height - 3)]:
             grid.add_row(label, content)
-        title = f"[bold not dim]{escape(self.status.directory.name)}[/]  {state(self.status)}"
         yield Panel(
             grid,
-            title=title,
+            title=f"[bold not dim]{escape(self.status.directory.name)}[/]  {state(self.status)}",
             title_align="left",
             subtitle=escape(self.hint) or None,
             subtitle_align="left",
@@ -167,10 +166,9 @@ def _curve(values: Sequence[float], width: int, form: str, ascii_only: bool) -> 
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return Text("")
-    head = f"{known[-1]:{form}}"
     note = f"first {known[0]:{form}}, best {max(known):{form}}"
     line = sparkline(known, max(5, min(len(known), width - 9 - len(note) - 2)), ascii_only)
-    return Text.assemble((f"{head:<9}", "bold"), (line, "green"), (f"  {note}", "dim"))
+    return Text.assemble((f"{known[-1]:{form}}".ljust(9), "bold"), (line, "green"), (f"  {note}", "dim"))
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
@@ -188,8 +186,7 @@ def phases(line: dict[str, float], width: int, ascii_only: bool = False) -> tupl
     """Return a bar of the phases of a step, and its legend in seconds."""
     seconds = {name: line.get(f"phase_s/{name}") or 0.0 for name in _PHASES}
     total = sum(seconds.values()) or 1.0
-    head = f"{total:.1f} s"
-    bar, legend = Text.assemble((f"{head:<9}", "bold")), Text(" " * 9)
+    bar, legend = Text.assemble((f"{total:.1f} s".ljust(9), "bold")), Text(" " * 9)
     room, at, reached = max(5, width - 9), 0, 0.0
     for name, value in seconds.items():
         color, fills = _PHASES[name]

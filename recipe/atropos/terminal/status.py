@@ -61,8 +61,7 @@ def _rows(files: RunDir, summary: dict) -> Iterator[tuple[str, str]]:
         yield "groups", ", ".join(f"{groups[key]:,} {key}" for key in ("received", "trained", "dropped", "left"))
     if dropped := summary.get("dropped"):
         yield "dropped", ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    alarms = summary.get("alarms") or {}
-    yield "alarms", ", ".join(alarms) or "none"
+    yield "alarms", ", ".join(summary.get("alarms") or {}) or "none"
     model = next((folder for folder in (files.model, files.adapter) if folder.exists()), None)
     where = [model, files.report, files.reward_picture, files.metrics, files.summary]
     for label, path in zip(("model", "report", "plot", "metrics", "summary"), where, strict=True):

@@ -79,6 +79,7 @@ class PlatformCPU(PlatformBase):
     communication_backend_name = _always("gloo")
     visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
     ray_resource_name = _always("CPU")
+    ray_noset_envvars = _always([])
     is_ipc_supported = _always(False)
     # Only accelerators need these.
     set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = _always(None)
@@ -90,9 +91,6 @@ class PlatformCPU(PlatformBase):
             return False
         others = (name for name in PlatformRegistry.registered_names() if name != "cpu")
         return not any(PlatformRegistry.get(name)().is_platform_available(use_smi_check) for name in others)
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
         return {"num_cpus": num_gpus}

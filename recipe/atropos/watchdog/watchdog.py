@@ -84,8 +84,7 @@ def account(lines: Iterable[Mapping[str, Any]], step: int | None) -> dict[str, d
     for line in lines:
         name, first = line["alarm"], line["since_step"]
         entry = found.setdefault(name, {"raised": 0, "first_step": first, "last_step": None, "steps": 0, "now": False})
-        means = ALARMS.get(name, UNKNOWN).means
-        entry |= {"seen": line["seen"], "means": means, "advice": line["advice"]}
+        entry |= {"seen": line["seen"], "means": ALARMS.get(name, UNKNOWN).means, "advice": line["advice"]}
         entry["raised"] += line["state"] == "raised"
         if line["state"] == "cleared":
             _add_steps(entry, first, line["step"])

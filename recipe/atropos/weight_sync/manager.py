@@ -183,8 +183,7 @@ def build_manager(
     model = config.actor_rollout_ref.model
     verify = memory = None
     if settings.verify == "probe":
-        temperature = config.actor_rollout_ref.rollout.temperature
-        probe = Probe(fleet, vocab_size, inference.dtype, temperature)
+        probe = Probe(fleet, vocab_size, inference.dtype, config.actor_rollout_ref.rollout.temperature)
         verify = partial(probe.verify, compute=log_probs_of)
     if inference.colocated:
         memory = SharedMemory(fleet, settings.pause_mode, RunDir(config.run.dir).servers_offloaded)

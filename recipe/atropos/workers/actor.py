@@ -211,8 +211,8 @@ def _select(batch: DataProto, keys: list[str]) -> DataProto:
 def engine_settings(config: DictConfig) -> dict[str, Any]:
     """Return the settings of the ranks' ``AtroposCheckpointEngine``, by the names of its parameters."""
     inference, model, settings = config.inference, config.actor_rollout_ref.model, config.trainer.atropos.weight_sync
-    of_push = {name: settings[name] for name in ("transport", "directory", "pause_mode", "verify", "timeout")}
-    return of_push | {
+    return {
+        **{name: settings[name] for name in ("transport", "directory", "pause_mode", "verify", "timeout")},
         "urls": list(inference.urls),
         "colocated": inference.colocated,
         "api_key": inference.api_key,
