@@ -7,7 +7,6 @@ and then rows of groups that are not shown yet.
 import contextlib
 import itertools
 import json
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,8 +16,6 @@ from typing import Any
 from recipe.atropos.report.decimate import spread
 from recipe.atropos.report.run_history import History
 from recipe.atropos.utils.files import read_lines
-
-logger = logging.getLogger(__name__)
 
 STEPS = 16  # whose samples are shown
 ROWS = 10  # of each
@@ -115,7 +112,6 @@ def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tup
 
         return token_columns(history, chosen, TOKENS, TOKENS_OF_A_ROW), ""
     except Exception as error:
-        logger.debug("no tokens", exc_info=True)
         return {}, f"Tokens are not shown: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 

@@ -26,7 +26,7 @@ from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
 from recipe.atropos.weight_sync.probe import Probe
 from recipe.atropos.weight_sync.servers import WeightPushError
-from recipe.atropos.weight_sync.transports.lora_adapter import adapter_name
+from recipe.atropos.weight_sync.transports.lora_adapter import ADAPTER_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class WeightSyncManager:
         self._make_room()  # first, because a server that died can be restarted only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
         if self.adapter_only:
-            self.fleet.next_adapter = adapter_name(global_steps, uuid.uuid4().hex[:8])
+            # unique, also among pushes of that version by earlier trainers
+            self.fleet.next_adapter = f"{ADAPTER_PREFIX}{global_steps}-{uuid.uuid4().hex[:8]}"
         for _ in range(attempts):
             targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)

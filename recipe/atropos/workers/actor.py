@@ -152,15 +152,11 @@ class ActorGroup(LimitedWorkerGroup):
         return max(self._dispatch_info[mesh]) + 1
 
     @property
-    def reference_ranks(self) -> int:
-        """Data-parallel ranks of the reference policy; a second model may be sharded differently."""
-        return self.data_parallel_size("ref") if self._has_second_model else self.data_parallel_size()
-
-    @property
     def rows_multiple(self) -> int:
-        """Number that must divide each rank's row count; the reference policy may have more data-parallel ranks."""
+        """Number that must divide each rank's row count; a second model may have more data-parallel ranks."""
         multiple, ranks = micro_batch_size(self.settings), self.data_parallel_size()
-        return math.lcm(ranks * multiple, self.reference_ranks * multiple) // ranks
+        others = self.data_parallel_size("ref") if self._has_second_model else ranks
+        return math.lcm(ranks * multiple, others * multiple) // ranks
 
     def log_probs(self, batch: DataProto) -> tuple[dict[str, torch.Tensor], float]:
         """Return the policy's ``old_log_probs`` and ``entropys`` of the responses, (B, R) float32, and the MFU.

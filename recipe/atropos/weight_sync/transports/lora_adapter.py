@@ -30,13 +30,8 @@ from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
 _LEAST_KEPT = 3  # the active adapter, the next, and one with requests that began earlier
-_PREFIX = "policy-"
+ADAPTER_PREFIX = "policy-"  # of the names that pushes give to adapters
 _COMPUTED_AS = {part: fused for fused, parts in FUSED.items() for part in parts}
-
-
-def adapter_name(version: int, push: str) -> str:
-    """Return a unique name; ``push`` distinguishes it from other pushes of that version, also by earlier trainers."""
-    return f"{_PREFIX}{version}-{push}"
 
 
 class AdapterTransport(WeightTransport):
@@ -113,7 +108,7 @@ class AdapterTransport(WeightTransport):
                 f"{ADAPTERS_KEPT} and without data parallelism, or set lora.merge=true"
             )
         version = info.get("weight_version")
-        if str(version).isdigit() and not any(name.startswith(_PREFIX) for name in await client.adapters()):
+        if str(version).isdigit() and not any(name.startswith(ADAPTER_PREFIX) for name in await client.adapters()):
             raise WeightPushError(
                 f"{client.url} has weights of version {version} that were pushed whole, not the base weights of "
                 f"{self.model_path}: start it again"
