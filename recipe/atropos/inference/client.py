@@ -137,6 +137,7 @@ class SGLangClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connector = OwnServers if own and api_key else aiohttp.TCPConnector
         self._capabilities = capabilities
+        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether it
@@ -147,6 +148,7 @@ class SGLangClient:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._session.close()
+        self._session = None
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -312,6 +314,8 @@ class SGLangClient:
     # -- transport -------------------------------------------------------------------------------------------------
 
     async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
+        if self._session is None:
+            raise RuntimeError(f"SGLangClient({self.url!r}) is not open: use it with `async with`")
         limit = self.timeout if timeout is None else timeout
         try:
             async with self._session.request(
