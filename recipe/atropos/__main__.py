@@ -1,5 +1,6 @@
 """``python -m recipe.atropos COMMAND``, which is also the console script ``verl-atropos``."""
 
+import argparse
 import importlib
 import sqlite3
 import sys
@@ -45,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given or given[0] not in COMMANDS:
         print(f"{given[0]}: no such command\n{_USAGE}" if given else _USAGE, file=sys.stderr)
         return 2
-    module = importlib.import_module(f"recipe.atropos.{COMMANDS[given[0]][0]}")
+    name, words = given[0], given[1:]
+    where, about = COMMANDS[name]
+    module = importlib.import_module(f"recipe.atropos.{where}")
     # What a command meets in a user's files is an expected failure; in a training it may be a bug.
-    expected = () if given[0] == "train" else (OSError, OmegaConfBaseException, sqlite3.Error)
+    expected = () if name == "train" else (OSError, OmegaConfBaseException, sqlite3.Error)
     with one_line_errors(*expected):
-        return module.main(given[1:])
+        if not hasattr(module, "add_arguments"):  # it has a parser of its own
+            return module.main(words)
+        parser = argparse.ArgumentParser(prog=f"verl-atropos {name}", description=about)
+        module.add_arguments(parser)
+        return module.main(parser.parse_intermixed_args(words))
 
 
 if __name__ == "__main__":

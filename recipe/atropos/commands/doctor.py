@@ -355,11 +355,12 @@ def _sizes(tokenizer: Any, config: DictConfig) -> str:
 _WITH_TOKENIZER = {"tokenizer": _tokenizer, "chat_template": _chat_template, "sizes": _sizes}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+add_arguments = add_options
+
+
+def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if every check passed."""
-    parser = argparse.ArgumentParser(prog="verl-atropos doctor", description=__doc__.splitlines()[0].partition(":")[0])
-    add_options(parser)
-    overrides, console = compose_overrides(parser.parse_intermixed_args(argv)), Console(highlight=False)
+    overrides, console = compose_overrides(given), Console(highlight=False)
     has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
     plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
     results = examine(plan) | examine_run(plan.config, has_model)

@@ -1,7 +1,6 @@
 """Write a checkpoint's model as a folder in Hugging Face format: ``verl-atropos export RUN``."""
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.atropos.run.status import find_run
@@ -20,12 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos export", description="Write a checkpoint's model as a folder in Hugging Face format."
-    )
-    add_arguments(parser)
-    given = parser.parse_args(argv)
+def main(given: argparse.Namespace) -> int:
     given.run = find_run(given.run).path
     from recipe.atropos.checkpoint.export import export  # imported here: torch takes seconds
 

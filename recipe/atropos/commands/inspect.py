@@ -122,8 +122,7 @@ def _said(who: str, text: str, style: str) -> Text:
     return Text.assemble(f"  {printable(who)}: ", (kept.replace("\n", "\n      "), style), more)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="verl-atropos inspect", description="Print one trajectory of a step.")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--group", type=int, default=0, help="its place in the batch")
@@ -133,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--sessions", action="store_true", help=f"list the newest {_SESSIONS} sessions of agents instead"
     )
     parser.add_argument("--session", metavar="ID", help="or print one of them, turn by turn")
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
     console = Console(highlight=False)
     files = find_run(given.run)
     if given.sessions:

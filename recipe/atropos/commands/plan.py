@@ -10,7 +10,7 @@ the embeddings and the head stay gathered. The reference policy is float32 too (
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -351,15 +351,13 @@ def show(plan: Plan, console: Console) -> None:
         console.print("[bold green]fits[/]")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit status 0 only if everything fits."""
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos plan",
-        description="Print the memory that a configuration needs of each GPU.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU; default: this machine's")
-    given = parser.parse_intermixed_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Return exit status 0 only if everything fits."""
     config = plan_run(compose_overrides(given)).config
     found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
     show(found, Console(highlight=False))

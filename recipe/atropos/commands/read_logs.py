@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -94,16 +94,14 @@ def count(text: str) -> int:
     return int(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos logs",
-        description="Print the end of a service's log; without a service, list the logs.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     parser.add_argument("service", nargs="?", metavar="SERVICE", help="api, sglang, gateway, trainer, launcher, ...")
     parser.add_argument("-f", "--follow", action="store_true", help="print what is added, until the run ends")
     parser.add_argument("-n", "--lines", type=count, default=_LINES, help="from the end; default: %(default)s")
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
     files, service = resolve(given.run, given.service)
     if service is None:
         show_list(files, Console(highlight=False))

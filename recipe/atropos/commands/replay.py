@@ -83,11 +83,10 @@ def differing_tensors(one: Path, other: Path) -> list[str]:
     return names
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos replay", description="Train on recorded batches, without servers."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
     return 0 if replay(find_run(given.run).path, given.overrides, Console(highlight=False)) else 1

@@ -5,21 +5,19 @@ The page is one HTML file that needs no network. It can be written while the run
 
 import argparse
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from recipe.atropos.report.page import write_report
 from recipe.atropos.run.status import find_run
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos report", description="Write a page about a run, or two runs side by side."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="folder of a run, or its name below runs/")
     parser.add_argument("other", nargs="?", help="a run to compare it with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder of the run")
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
     other = None if given.other is None else find_run(given.other).path
     print(os.path.relpath(write_report(find_run(given.run).path, other, given.output)))
     return 0

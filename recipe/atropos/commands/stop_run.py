@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -62,15 +61,14 @@ def stop_run(files: RunDir, console: Console, limit: float) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos stop", description="End a run as Ctrl-C does, and wait until it has ended."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     parser.add_argument(
         "--timeout", type=float, default=_WAIT_SECONDS, metavar="S", help="seconds to wait; default: %(default)g"
     )
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
     try:
         return stop_run(find_run(given.run), Console(highlight=False), given.timeout)
     except KeyboardInterrupt:

@@ -354,18 +354,17 @@ def _brief_ids(ids: Sequence[int]) -> str:
 # ---------------------------------------------------------------------- command line
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit status 0 only if the rows of one item can be trained on and were sampled by the server."""
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos verify-env", description="One group with a real server, and what each side saw."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", required=True, help="MODULE:Class, FILE.py or FILE.py:Class")
     parser.add_argument("--model", help="folder or name of the policy; default: the environment's own tokenizer")
     parser.add_argument("--url", help="its SGLang server or gateway; default: the environment's own")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds, over all of it")
     parser.add_argument("--table", action="store_true", help="also one line per token")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the environment's configuration")
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Return exit status 0 only if the rows of one item can be trained on and were sampled by the server."""
     overrides = OmegaConf.to_container(OmegaConf.from_dotlist(given.overrides))
     try:
         result = asyncio.run(verify(given.env, given.model, given.url, overrides, given.timeout))

@@ -7,7 +7,6 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -44,13 +43,12 @@ def _print_steps(files: RunDir, console: Console) -> RunStatus:
     return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit status 0 if the run goes on or has finished, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos attach", description="Show the live view of a running run; Ctrl-C leaves it alone."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Return exit status 0 if the run goes on or has finished, else 1."""
     console = Console(highlight=False)
     files = find_run(given.run)
     if not RunReader(files.path).read().is_alive:

@@ -3,7 +3,7 @@ what, in what time, and where the outputs are.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -88,14 +88,12 @@ def print_state(files: RunDir, console: Console) -> RunStatus:
     return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit status 0 if the run goes on or has finished, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="verl-atropos status",
-        description="Show the state of a run.",
-        epilog="Exit status: 0 if the run goes on or has finished, 1 if it ended early or there is none.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit status: 0 if the run goes on or has finished, 1 if it ended early or there is none."
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
-    given = parser.parse_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Return exit status 0 if the run goes on or has finished, else 1."""
     status = print_state(find_run(given.run), Console(highlight=False))
     return 1 if status.state in (STOPPED, KILLED) else 0
