@@ -1,25 +1,28 @@
 """``docs/configuration.md``: every documented key, from the schema and the shipped defaults.
 
-python -m scripts.configuration_page > docs/configuration.md
+python scripts/configuration_page.py > docs/configuration.md
 """
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
 
-from recipe.atropos.config.compose import compose_config
-from recipe.atropos.config.schema import documented
-from recipe.atropos.watchdog.alarms import Name as AlarmName
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of this checkout, whichever is installed
+from recipe.atropos.config.compose import compose_config  # noqa: E402
+from recipe.atropos.config.schema import documented  # noqa: E402
+from recipe.atropos.watchdog.alarms import Name as AlarmName  # noqa: E402
 
 _HEAD = """\
 # Configuration
 
-Made by `python -m scripts.configuration_page`.
+Made by `python scripts/configuration_page.py`.
 
 Give a key as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` or `recipe.atropos.main`, or in a YAML
 file (`--config FILE`). The order of precedence: command line, file, preset,

@@ -41,7 +41,7 @@ def test_each_page_is_in_the_index():
 
 def test_the_configuration_reference_is_current():
     text = (ROOT / "docs/configuration.md").read_text()
-    assert text == reference(), "python -m scripts.configuration_page > docs/configuration.md"
+    assert text == reference(), "python scripts/configuration_page.py > docs/configuration.md"
 
 
 def test_troubleshooting_page_quotes_messages_that_there_are():
