@@ -13,9 +13,15 @@ from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.inference import server as sglang_server
 from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.inference.server import SGLangLaunch, check_saver, declares_flag, saver_variables, sglang_command
+from recipe.atropos.inference.server import (
+    SGLangLaunch,
+    check_saver,
+    declares_flag,
+    packages_of,
+    saver_variables,
+    sglang_command,
+)
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import place_servers
@@ -342,11 +348,11 @@ def interpreter(tmp_path):
     subprocess.run([*shared, "-Wl,-soname,libcudart.so.99", "-o", runtime / "libcudart.so.99", runtime / "runtime.c"])
     library = packages / "torch_memory_saver_hook_mode_preload_cu99.abi3.so"
     subprocess.run([*shared, "-o", library, packages / "saver.c", runtime / "libcudart.so.99"], check=True)
-    sglang_server.packages_of.cache_clear()
-    sglang_server.saver_variables.cache_clear()
+    packages_of.cache_clear()
+    saver_variables.cache_clear()
     yield str(folder / "bin/python"), library, runtime
-    sglang_server.packages_of.cache_clear()
-    sglang_server.saver_variables.cache_clear()
+    packages_of.cache_clear()
+    saver_variables.cache_clear()
 
 
 def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatch):
