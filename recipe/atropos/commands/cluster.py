@@ -12,32 +12,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.markup import escape
 
-from recipe.atropos.config.compose import given_keys
+from recipe.atropos.config.compose import add_options, compose_overrides, given_keys
 from recipe.atropos.config.models import MODEL_KEY
-from recipe.atropos.config.options import add_options, compose_overrides
-from recipe.atropos.errors import ConfigurationError, one_line_errors
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.hosts import joins_cluster
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit status 0 only if every check passed."""
-    parser = argparse.ArgumentParser(prog="verl-atropos cluster", description=__doc__.splitlines()[0].partition(":")[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check", "sbatch"))
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that there must be")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for them to join Ray")
     add_options(parser)
-    given = parser.parse_intermixed_args(argv)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Return exit status 0 only if every check passed."""
     overrides = compose_overrides(given)
-    with one_line_errors(OmegaConfBaseException):
-        if given.action == "sbatch":
-            print(script(given.nodes, overrides))
-            return 0
-        return check(overrides, given.nodes, given.wait)
+    if given.action == "sbatch":
+        print(script(given.nodes, overrides))
+        return 0
+    return check(overrides, given.nodes, given.wait)
 
 
 def script(nodes: int, overrides: Sequence[str]) -> str:
