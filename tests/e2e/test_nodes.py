@@ -13,6 +13,7 @@ import pytest
 from benchmarks.chaos import ledger
 from helpers.nodes import Cluster, namespaces_are_permitted
 from helpers.waiting import until
+from recipe.atropos.checkpoint.shards import Shards
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
@@ -114,6 +115,29 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
         assert launched.process.wait(300) == 0, launched.tail(60)
         counts = ledger(launched.run)
         assert counts.pop("steps") == done + 2 and counts.pop("groups") and not any(counts.values()), counts
+
+
+def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
+    """The batches of a run of one rank, trained on again by two on two nodes; SGD, which scales no rounding up."""
+    options = ["actor_rollout_ref.actor.optim.optimizer=SGD", "actor_rollout_ref.actor.optim.lr=0.1"]
+    options += ["environment.evaluate=false", "trainer.logger=[console]", "trainer.save_freq=1"]
+    with Cluster(tmp_path, [0, 1, 1]) as cluster:
+        launched = Launched(cluster, tmp_path, "--steps", "3", *options)
+        assert launched.process.wait(300) == 0, launched.tail(60)
+        command = [sys.executable, "-m", "recipe.atropos", "replay", str(launched.run), "trainer.nnodes=2"]
+        replay = subprocess.run(
+            cluster.command(0, *command),
+            env=os.environ | cluster.variables,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert "hold no checkpoints of one and the same number of ranks" in replay.stderr, replay.stderr[-3000:]
+    first, one = (Shards(launched.run / f"checkpoints/global_step_{step}/actor") for step in (1, 3))
+    two = Shards(tmp_path / "run-replay/checkpoints/global_step_3/actor")
+    largest = [max((one[name] - other[name]).abs().max().item() for name in one) for other in (first, two)]
+    assert largest[0] > 1e-3 and largest[1] <= 1e-5, largest
 
 
 def test_nodes_that_share_no_folder_are_refused(tmp_path):

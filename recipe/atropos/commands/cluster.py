@@ -1,7 +1,8 @@
-"""Check the nodes of a Ray cluster, or print a job for one: ``verl-atropos cluster check|sbatch [OPTIONS of train]``
+"""Check the nodes of a Ray cluster, or print a job: ``verl-atropos cluster check|sbatch|skypilot|kuberay [OPTIONS]``
 
 ``check`` joins the cluster of ``ray_kwargs.ray_init.address`` or RAY_ADDRESS; ``--nodes N --wait SECONDS`` waits until
-Ray knows so many. Exit status 0 only if every check passed on every node. ``sbatch`` prints a script for SLURM.
+Ray knows so many. Exit status 0 only if every check passed on every node. The others print a script for SLURM, a task
+for SkyPilot or a RayJob for KubeRay, which train with these options on N nodes.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from recipe.atropos.utils.hosts import joins_cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("check", "sbatch"))
+    parser.add_argument("action", choices=("check", "sbatch", "skypilot", "kuberay"))
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that there must be")
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for them to join Ray")
     add_options(parser)
@@ -32,17 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if every check passed."""
     overrides = compose_overrides(given)
-    if given.action == "sbatch":
-        print(script(given.nodes, overrides))
-        return 0
-    return check(overrides, given.nodes, given.wait)
+    if given.action == "check":
+        return check(overrides, given.nodes, given.wait)
+    print(job(given.action, given.nodes, overrides))
+    return 0
 
 
-def script(nodes: int, overrides: Sequence[str]) -> str:
-    """Return the job for SLURM that trains with ``overrides`` on so many nodes."""
-    template = importlib.resources.files("recipe.atropos.config").joinpath("slurm.sh").read_text()
+def job(kind: str, nodes: int, overrides: Sequence[str]) -> str:
+    """Return the job for "sbatch", "skypilot" or "kuberay" that trains with ``overrides`` on so many nodes."""
+    template = importlib.resources.files("recipe.atropos.config").joinpath("jobs", kind).read_text()
     values = {
         "NODES": str(nodes),
+        "OTHERS": str(nodes - 1),
         "OPTIONS": shlex.join(overrides),
         "PYTHON": sys.executable,
         "FOLDER": str(Path.cwd()),

@@ -1,0 +1,36 @@
+"""The jobs that ``cluster`` prints; ``tests/e2e/test_nodes.py`` runs the one for SLURM, and the checks."""
+
+import shlex
+import subprocess
+
+import pytest
+import yaml
+
+from recipe.atropos.commands.cluster import job
+
+OPTIONS = ["preset=demo", "run.name=a b", "trainer.nnodes=2"]
+
+
+@pytest.mark.parametrize("kind", ["sbatch", "skypilot", "kuberay"])
+def test_cluster_jobs_train_with_the_options_on_all_nodes(kind):
+    text = job(kind, 3, OPTIONS)
+    assert "<" not in text.replace("<<<", "") and len(text.splitlines()) <= 60
+    if kind == "kuberay":
+        spec = yaml.safe_load(text)["spec"]
+        script, nodes = spec["entrypoint"], 1 + spec["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
+    elif kind == "skypilot":
+        task = yaml.safe_load(text)
+        script, nodes = task["run"], task["num_nodes"]
+    else:
+        script, nodes = text, int(text.split("#SBATCH --nodes=")[1].split()[0])
+    assert nodes == 3 and "--nodes 3 --wait 600" in script and shlex.join(OPTIONS) in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_cluster_check_of_no_cluster_is_refused(monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    from recipe.atropos.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "check", "actor_rollout_ref.model.path=m"])
+    assert "no Ray cluster is joined: set ray_kwargs.ray_init.address" in str(ended.value.code)
