@@ -161,6 +161,7 @@ SHARED, APART = ["inference.colocated=true"], ["inference.colocated=false"]
         ("qwen2.5-0.5b-1gpu", "0.5b", 24, SHARED),
         ("qwen2.5-1.5b-lora-1gpu", "1.5b", 24, SHARED),
         ("qwen2.5-7b-8gpu", "7b", 80, []),
+        ("qwen3-30b-a3b-32gpu", "30b-a3b", 80, ["ray_kwargs.ray_init.address=head:6379"]),
         ("gsm8k", "1.5b", 80, SHARED),
         ("gsm8k-lora", "1.5b", 80, SHARED),
         ("golden", "0.5b", 24, SHARED),
