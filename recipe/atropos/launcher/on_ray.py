@@ -45,7 +45,7 @@ class Host:
     """The actor that runs a server on its node."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch.create()
+        self._scratch: Scratch | None = None
         self._service: LocalService | None = None
         self._port: int | None = None
         self._read = 0
@@ -58,8 +58,8 @@ class Host:
 
     def start(self, name: str, launch: SGLangLaunch) -> None:
         """Start a server. Raises LaunchError: see ``start_sglang``."""
+        self._scratch = Scratch.create()
         log, self._read = self._scratch.folder / f"{name}.log", 0
-        log.unlink(missing_ok=True)
         variables = self._scratch.variables() | interface_variables(launch.host)
         self._service = start_sglang(launch, log_path=log, name=name, env=variables)
 
@@ -78,9 +78,11 @@ class Host:
         return status if not more else None, more
 
     def stop(self, grace: float) -> None:
-        """End the server. Raises ServiceFailed if it survives."""
+        """End the server, and remove its temporary files. Raises ServiceFailed if it survives."""
         if self._service is not None:
             self._service.stop(grace)
+            self._scratch.remove()
+            self._service = None
 
 
 @dataclass
