@@ -49,6 +49,8 @@ def _keep_private() -> None:
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ranks share the cores with servers and environments, behind which Ray's default, 15, puts them.
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),
         # No metrics: their ports ask for no token. Ray starts no server at a port that cannot be.
         "RAY_enable_metrics_collection": "0",
         "AUTOSCALER_METRIC_PORT": "-1",
