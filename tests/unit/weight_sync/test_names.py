@@ -288,7 +288,11 @@ def test_names_are_compared_before_anything_is_trained(make_model, monkeypatch, 
     trainer = RayGRPOAtroposTrainer.__new__(RayGRPOAtroposTrainer)
     trainer.config, trainer.limits = compose_config(), SimpleNamespace(vocab_size=259)
     trainer.distillation = None
-    actor = SimpleNamespace(check_weight_names=lambda: AtroposActorWorker.check_weight_names(worker), world_size=1)
+    actor = SimpleNamespace(
+        check_weight_names=lambda: AtroposActorWorker.check_weight_names(worker),
+        check_shared=lambda _: None,
+        world_size=1,
+    )
     monkeypatch.setattr("recipe.atropos.ray_trainer.ActorGroup", lambda *_: actor)
     with contextlib.nullcontext() if adapter_only else pytest.raises(WeightNamesError, match="q_proj.bias"):
         trainer.init_workers()
