@@ -120,7 +120,12 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
 def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
     """The batches of a run of one rank, trained on again by two on two nodes; SGD, which scales no rounding up."""
     options = ["actor_rollout_ref.actor.optim.optimizer=SGD", "actor_rollout_ref.actor.optim.lr=0.1"]
-    options += ["environment.evaluate=false", "trainer.logger=[console]", "trainer.save_freq=1"]
+    options += [
+        "environment.evaluate=false",
+        "trainer.logger=[console]",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=null",
+    ]
     with Cluster(tmp_path, [0, 1, 1]) as cluster:
         launched = Launched(cluster, tmp_path, "--steps", "3", *options)
         assert launched.process.wait(300) == 0, launched.tail(60)
