@@ -146,11 +146,11 @@ def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
 
 
 def test_nodes_that_share_no_folder_are_refused(tmp_path):
-    """By their address. Both nodes have the folder, and one of them another file system there."""
-    hidden = tmp_path / "run"
+    """By their address. Every node has the folder of checkpoints, and both of the ranks' another file system there."""
+    hidden = tmp_path / "checkpoints"
     hidden.mkdir()
     with Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}")) as cluster:
-        launched = Launched(cluster, tmp_path, "--steps", "2")
+        launched = Launched(cluster, tmp_path, "--steps", "2", f"trainer.default_local_dir={hidden}")
         assert launched.process.wait(300) == 1
         places = "|".join(map(re.escape, (cluster.address(1), cluster.address(2))))
         message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no checkpoint"
