@@ -43,7 +43,7 @@ from recipe.atropos.launcher.environment_processes import check_environments, ch
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
 from recipe.atropos.launcher.launch import launch
-from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.placement import check_environments_placement, place_servers
 from recipe.atropos.launcher.run_plan import RunPlan, plan_run
 from recipe.atropos.launcher.services import Run, bounded_logs
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
@@ -177,6 +177,7 @@ def check_run(run: Run, shows_key: bool = True) -> None:
     config, specs = run.config, run.plan.specs
     remarks = [place_servers(config), set_attention(config.copy())]
     check_config(config)
+    check_environments_placement(config, specs.values())
     for spec in specs.values():
         check_target(spec)
     say(os.path.relpath(run.files.path))

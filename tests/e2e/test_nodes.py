@@ -1,5 +1,6 @@
 """A run on a Ray cluster of several nodes, in network namespaces of this machine, with servers that Ray places."""
 
+import json
 import os
 import re
 import signal
@@ -115,6 +116,27 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
         assert launched.process.wait(300) == 0, launched.tail(60)
         counts = ledger(launched.run)
         assert counts.pop("steps") == done + 2 and counts.pop("groups") and not any(counts.values()), counts
+
+
+def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
+    """Ray places both replicas of the environment; the head has the server, a node the rank."""
+    options = ["inference.placement=launcher", "environment.placement=ray", "environment.replicas=2"]
+    options += [f"{section}.host={cluster.address(0)}" for section in ("api", "inference")]
+    options += ["environment.evaluate=false", "trainer.logger=[console]"]
+    launched = Launched(cluster, tmp_path, "--steps", "16", *options)
+    launched.reach(3)
+    first, second = "environments/gsm8k.jsonl", "environments/gsm8k.1.jsonl"
+    lost = launched.node_of(second)
+    assert {lost, launched.node_of(first), launched.node_of(RANK)} == {1, 2, 3}
+    cluster.kill(lost)
+    cluster.start(lost)
+    until(lambda: launched.node_of(second) is not None, 120, launched)
+    assert launched.process.wait(400) == 0, launched.tail(60)
+    counts = ledger(launched.run)
+    assert counts.pop("steps") == 16 and counts.pop("groups"), counts
+    environment = json.loads(RunDir(launched.run).summary.read_text())["environments"]["gsm8k"]
+    assert environment["restarts"] == 1 and not environment["abandoned"]
+    until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
 
 
 def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):

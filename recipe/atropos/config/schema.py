@@ -95,6 +95,7 @@ class Environment(Section):
     weight: Positive = about("Its part of what is not allocated, relative to other environments'")
     min_batch_allocation: Share | None = about("The least part of each batch that it has")
     replicas: Count = about("Processes, each with its part of the items")
+    placement: Literal["launcher", "ray"] = about("Who starts them: the launcher, beside it, or Ray, anywhere")
     max_restarts: Limit = about("Restarts of each replica before it is abandoned")
     start_timeout: Seconds = about("Seconds until it must have registered")
     evaluate: bool = about("Evaluate with its own evaluate()")

@@ -248,6 +248,7 @@ class _State:
     replica: int
     reader: LineReader
     service: Service | None = None
+    process: int = 0  # the pid of that, on its node
     started: float = 0.0
     is_registered: bool = False  # the current process
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
@@ -261,7 +262,7 @@ class _State:
     @property
     def pid(self) -> int | None:
         """Of the current process, if it runs."""
-        return None if self.service is None or self.service.poll() is not None else self.service.pid
+        return None if self.service is None or self.service.poll() is not None else self.process
 
     @property
     def totals(self) -> Counter[str]:
@@ -278,7 +279,7 @@ class _State:
                 self.present = Counter(line["counts"]) + Counter({"items": in_flight, "in_flight": in_flight})
             if "registered" in line:
                 self.registrations.append((line["pid"], line["registered"]))
-                self.is_registered |= self.service is not None and line["pid"] == self.service.pid
+                self.is_registered |= self.service is not None and line["pid"] == self.process
 
 
 class Environments:
@@ -311,7 +312,14 @@ class Environments:
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
             **environment_secrets(self._run, spec),
         }
-        state.service = self._run.start(state.name, command, **variables)
+        if spec.placement == "ray":
+            log = self._run.files.log(state.name)
+            variables["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+            state.service, state.process = self._run.cluster.start_program(state.name, command, log, **variables)
+            self._run.add(state.service)
+        else:
+            state.service = self._run.start(state.name, command, **variables)
+            state.process = state.service.pid
         state.started, state.is_registered = time.monotonic(), False
         return state.service
 
@@ -331,9 +339,10 @@ class Environments:
 
     def _enable_restarts(self, state: _State) -> None:
         limit, key = state.spec.max_restarts, f"{state.spec.key}.max_restarts"
-        self._run.restart_policies[state.name] = RestartPolicy(
-            partial(self._start, state), limit, kind="environment", key=key, optional=True
-        )
+        policy = RestartPolicy(partial(self._start, state), limit, kind="environment", key=key, optional=True)
+        if state.spec.placement == "ray":
+            policy.awaited = partial(self._run.cluster.awaited, state.name)
+        self._run.restart_policies[state.name] = policy
 
     async def _deregister_dead(self, state: _State) -> None:
         for pid, number in tuple(state.registrations):

@@ -1,12 +1,13 @@
-"""SGLang servers that Ray places on the nodes of a cluster (``inference.placement=ray``).
+"""SGLang servers and environments that Ray places on the nodes of a cluster (``inference.placement=ray``,
+``environment.placement=ray``).
 
 Guarantees:
 
 - each server has the GPUs of one node to itself, reserved as a bundle of a placement group; servers fill as few nodes
-  as they can, which leaves whole nodes to the trainer's ranks;
+  as they can, which leaves whole nodes to the trainer's ranks; an environment has a CPU, on as many nodes as can be;
 - a server listens, also to the broadcasts of weights, at the address by which Ray knows its node; loopback is refused,
   since other nodes could not reach it;
-- a server, and all that it started, ends with its actor, which Ray ends with the launcher or the node;
+- a service, and all that it started, ends with its actor, which Ray ends with the launcher or the node;
 - its output is in the run's folder, as that of a service here, and its file on the node is bounded.
 """
 
@@ -16,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,17 @@ from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
 from recipe.atropos.utils.files import bound_log
 from recipe.atropos.utils.hosts import interface_variables
 from recipe.atropos.utils.local_ray import start_ray
-from recipe.atropos.utils.process import LocalService, Service, free_port
+from recipe.atropos.utils.process import LocalService, Service, free_port, start_service
 from recipe.atropos.utils.scratch import Scratch
 
 LOST = -9  # the exit status of a service whose node or actor is gone
 _LOOK_SECONDS = 0.5  # between two looks at a service
-_CALL_SECONDS = 120.0  # for an actor to check and start a server
+_CALL_SECONDS = 120.0  # for an actor to check and start a service
 _CHUNK, _LOG_BYTES = 1 << 20, 16 << 20  # of a log: read at once, kept on the node
 
 
 class Host:
-    """The actor that runs a server on its node."""
+    """The actor that runs a service on its node."""
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
@@ -51,20 +52,29 @@ class Host:
         self._read = 0
 
     def address(self) -> tuple[str, int]:
-        """Return the node's address, and the port there that this server keeps."""
+        """Return the node's address, and a port there that this service keeps."""
         own = ray.util.get_node_ip_address()
         self._port = self._port or free_port(own)
         return own, self._port
 
-    def start(self, name: str, launch: SGLangLaunch) -> None:
+    def start_server(self, name: str, launch: SGLangLaunch) -> None:
         """Start a server. Raises LaunchError: see ``start_sglang``."""
-        self._scratch = Scratch.create()
-        log, self._read = self._scratch.folder / f"{name}.log", 0
-        variables = self._scratch.variables() | interface_variables(launch.host)
+        log, variables = self._begin(name)
+        variables |= interface_variables(launch.host)
         self._service = start_sglang(launch, log_path=log, name=name, env=variables)
 
+    def start_program(self, name: str, command: list[str], folder: str, env: Mapping[str, str]) -> int:
+        """Start a program in a folder; return its pid. Raises ServiceFailed: there is no such program."""
+        log, variables = self._begin(name)
+        self._service = start_service(name, command, log_path=log, env={**variables, **env}, cwd=folder)
+        return self._service.pid
+
+    def _begin(self, name: str) -> tuple[Path, dict[str, str]]:
+        self._scratch, self._read = Scratch.create(), 0
+        return self._scratch.folder / f"{name}.log", self._scratch.variables()
+
     def look(self) -> tuple[int | None, bytes]:
-        """Return the server's exit status, None while it runs, and what it has written since the last look."""
+        """Return the service's exit status, None while it runs, and what it has written since the last look."""
         assert self._service is not None
         status, log = self._service.poll(), self._service.log_path
         if log.stat().st_size < self._read:
@@ -78,7 +88,7 @@ class Host:
         return status if not more else None, more
 
     def stop(self, grace: float) -> None:
-        """End the server, and remove its temporary files. Raises ServiceFailed if it survives."""
+        """End the service, and remove its temporary files. Raises ServiceFailed if it survives."""
         if self._service is not None:
             self._service.stop(grace)
             self._scratch.remove()
@@ -133,45 +143,43 @@ class PlacedService(Service):
 
 @dataclass
 class _Seat:
-    """Where a server runs: a bundle, the actor there and, while a start waits for it, its address."""
+    """Where a service runs: a bundle, the actor there and, while a start waits for it, its address."""
 
+    group: Any
     bundle: int
-    host: Any
+    resources: dict[str, float]
+    host: Any = None
     address: Any = None
     asked: float = 0.0
     lost: str = ""
 
 
 class Cluster:
-    """The run's servers on a Ray cluster: one bundle of a placement group for each, made again when a node is lost.
+    """The run's services on a Ray cluster, each in a bundle of a placement group, which is made again when its node is
+    lost. ``programs``: the names of those that are no servers.
 
     Raises:
         AtroposError: the cluster cannot be reached.
     """
 
-    def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch]):
+    def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch], programs: Collection[str]):
         before = signal.getsignal(signal.SIGTERM)  # Ray sets its own, which would end this process at once
         start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
         signal.signal(signal.SIGTERM, before)
         self._timeout = float(config.inference.start_timeout)
-        self._bundles = [_resources(launch) for launch in launches.values()]
-        self._group = placement_group(self._bundles, strategy="PACK", name=f"{config.run.name}_servers")
-        self._seats = {name: _Seat(number, self._host(number)) for number, name in enumerate(launches)}
+        self._seats: dict[str, _Seat] = {}
+        servers = {name: _resources(launch) for name, launch in launches.items()}
+        self._reserve(servers, "PACK", f"{config.run.name}_servers")
+        self._reserve({name: {"CPU": 1.0} for name in programs}, "SPREAD", f"{config.run.name}_environments")
 
-    def _host(self, bundle: int) -> Any:
-        resources = self._bundles[bundle]
-        return (
-            ray.remote(Host)
-            .options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
-            )
-            .remote()
-        )
+    def _reserve(self, needed: dict[str, dict[str, float]], strategy: str, name: str) -> None:
+        if needed:
+            group = placement_group(list(needed.values()), strategy=strategy, name=name)
+            seats = {each: _Seat(group, number, needed[each]) for number, each in enumerate(needed)}
+            self._seats |= {each: replace(seat, host=_host(seat)) for each, seat in seats.items()}
 
     def awaited(self, name: str) -> str:
-        """Return what the start of a server waits for, "" once nothing: its node or, if that is lost, another one.
+        """Return what the start of a service waits for, "" once nothing: its node or, if that is lost, another one.
 
         Raises:
             ConfigurationError: it has waited longer than ``inference.start_timeout``.
@@ -183,15 +191,16 @@ class Cluster:
             try:
                 ray.get(seat.address)
             except RayError as error:
-                seat.lost, seat.host = str(error), self._host(seat.bundle)
+                seat.lost, seat.host = str(error), _host(seat)
                 seat.address = seat.host.address.remote()
             else:
                 return ""
         if time.monotonic() > seat.asked + self._timeout:
             raise ConfigurationError(
-                f"inference.servers={len(self._bundles)}: Ray has no node for {name}, which takes "
-                f"{self._bundles[seat.bundle]}, within inference.start_timeout={self._timeout:g} s; free are "
-                f"{ray.available_resources()}: lower it, or add nodes{seat.lost and f' (lost before: {seat.lost})'}"
+                f"Ray has no node for {name}, one of {len(self._seats)} services to place, which takes "
+                f"{seat.resources}, within inference.start_timeout={self._timeout:g} s; free are "
+                f"{ray.available_resources()}: lower inference.servers or environment.replicas, or add nodes"
+                f"{seat.lost and f' (lost before: {seat.lost})'}"
             )
         return "when Ray has a node for it"
 
@@ -211,17 +220,30 @@ class Cluster:
             )
         return replace(launch, host=address, port=port)
 
-    def start(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:
+    def start_server(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:
         """Start a server whose launch is ``placed``. Raises LaunchError: see ``start_sglang``."""
         host = self._seats[name].host
-        _answer(host.start.remote(name, launch), f"the node starts {name}", _CALL_SECONDS)
+        _answer(host.start_server.remote(name, launch), f"the node starts {name}", _CALL_SECONDS)
         return PlacedService(name, os.getpid(), log_path, launch.url, host=host)
+
+    def start_program(self, name: str, command: list[str], log_path: Path, **env: str) -> tuple[PlacedService, int]:
+        """Start a program, once nothing is ``awaited``, in a folder of the launcher's name; return its pid there too.
+
+        Raises:
+            LaunchError: there is no such program.
+        """
+        seat, env = self._seats[name], {"PYTHONUNBUFFERED": "1", **env}
+        seat.address = None
+        call = seat.host.start_program.remote(name, command, os.getcwd(), env)
+        pid = _answer(call, f"the node starts {name}", _CALL_SECONDS)
+        return PlacedService(name, os.getpid(), log_path, host=seat.host), pid
 
     def close(self) -> None:
         """Give the nodes back; whatever still runs there ends."""
         for seat in self._seats.values():
             ray.kill(seat.host)
-        remove_placement_group(self._group)
+        for group in {seat.group.id: seat.group for seat in self._seats.values()}.values():
+            remove_placement_group(group)
         ray.shutdown()
 
 
@@ -229,10 +251,28 @@ def _resources(launch: SGLangLaunch) -> dict[str, float]:
     return {"CPU": 1.0, **({"GPU": float(launch.gpus)} if uses_gpu(launch) else {})}
 
 
-def _answer(call: Any, what: str, timeout: float) -> None:
-    """Wait for an actor. Raises LaunchError with its own errors, RayError if it is lost, AtroposError if it is late."""
+def _host(seat: _Seat) -> Any:
+    return (
+        ray.remote(Host)
+        .options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(seat.group, seat.bundle),
+            num_cpus=seat.resources["CPU"],
+            num_gpus=seat.resources.get("GPU", 0),
+        )
+        .remote()
+    )
+
+
+def _answer(call: Any, what: str, timeout: float) -> Any:
+    """Return an actor's answer.
+
+    Raises:
+        LaunchError: what the actor raised.
+        RayError: the actor is lost.
+        AtroposError: it is late.
+    """
     try:
-        ray.get(call, timeout=timeout)
+        return ray.get(call, timeout=timeout)
     except GetTimeoutError as error:
         raise AtroposError(f"waited {timeout:g} s until {what}; see `ray status`, and Ray's logs there") from error
     except RayTaskError as error:

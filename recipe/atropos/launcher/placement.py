@@ -1,12 +1,16 @@
-"""Which GPUs the run's servers get, and whether there are enough."""
+"""Where servers and environments run; which GPUs the servers get, and whether there are enough."""
 
+import ipaddress
 import math
 import os
+import socket
+from collections.abc import Iterable
 from typing import Any
 
 from omegaconf import DictConfig
 
 from recipe.atropos.config.concurrency import sequences_in_flight
+from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python
 from recipe.atropos.utils.gpus import visible_gpus
@@ -83,6 +87,25 @@ def _place_by_ray(config: DictConfig) -> str:
         raise ConfigurationError(f"inference.port={inference.port} with inference.placement=ray: leave it out")
     inference.colocated, inference.servers = False, inference.servers or 1
     return f"Ray places {inference.servers} server{'s'[: inference.servers != 1]} (inference.placement=ray)"
+
+
+def check_environments_placement(config: DictConfig, specs: Iterable[EnvironmentSpec]) -> None:
+    """Raise ConfigurationError if Ray is to place an environment that could not start, or not reach the services."""
+    placed = next((spec for spec in specs if spec.placement == "ray"), None)
+    if placed is None:
+        return
+    key = f"{placed.key}.placement=ray"
+    if not joins_cluster(config.ray_kwargs.ray_init):
+        raise ConfigurationError(f"{key}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS")
+    if placed.python is not None:
+        raise ConfigurationError(f"{key}: other nodes do not prepare {placed.key}.python; leave one of them out")
+    for name, host in {"api.host": config.api.host, "inference.host": config.inference.host}.items():
+        address = ipaddress.ip_address(socket.gethostbyname(host))
+        if address.is_loopback or address.is_unspecified:
+            raise ConfigurationError(
+                f"{name}={host} with {key}: other nodes do not reach it; set {name} to this machine's address on the "
+                "network of the cluster"
+            )
 
 
 def _ranks_here(config: DictConfig) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.errors import Preempted, attempt_all
+from recipe.atropos.errors import ConfigurationError, Preempted, attempt_all
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
@@ -102,7 +102,7 @@ class Run:
     """Sockets that hold the ports of services, by name; each start of such a service inherits one that listens."""
     preempted: bool = False
     cluster: "Cluster | None" = field(default=None, repr=False)
-    """Where Ray has placed the servers, if it does."""
+    """Where Ray has placed servers and environments, if it does."""
 
     def __post_init__(self) -> None:
         self.config, self.files = self.plan.config, self.plan.files
@@ -210,10 +210,14 @@ class Run:
         announced = policy.delayed_until is not None
         delay = policy.delay()
         if policy.count >= policy.limit:
-            self._abandon(service, policy)
+            self._abandon(service, policy, f"ended once more after {policy.count} restarts ({policy.key})")
             return
         service.stop()
-        awaited = policy.awaited()
+        try:
+            awaited = policy.awaited()
+        except ConfigurationError as error:
+            self._abandon(service, policy, str(error))
+            return
         if awaited or delay > 0:
             if not announced:
                 when = awaited or f"in {delay:.0f} s"
@@ -231,15 +235,14 @@ class Run:
             soft_wrap=True,
         )
 
-    def _abandon(self, service: Service, policy: RestartPolicy) -> None:
-        """Continue without an optional service that has ended once more. Raises ServiceFailed if the run needs it."""
-        what = f"ended once more after {policy.count} restarts ({policy.key})"
+    def _abandon(self, service: Service, policy: RestartPolicy, what: str) -> None:
+        """Continue without an optional service that has ended. Raises ServiceFailed if the run needs it."""
         if not (policy.optional and self._others(policy.kind, service)):
             raise service.failure(what)
         self.end(service)
         self.abandoned.add(service.name)
         last = f"last lines of {service.log_path}:\n{service.tail(3)}"
-        console.print(f"[bold red]{service.name}[/] {what}, abandoned; {escape(last)}", soft_wrap=True)
+        console.print(f"[bold red]{service.name}[/] {escape(f'{what}, abandoned; {last}')}", soft_wrap=True)
 
     def _drop_after_training(self, service: Service) -> None:
         """Drop a service: no trainer is left to push weights to a server or train on new groups."""

@@ -153,24 +153,27 @@ async def start_inference(run: Run) -> Inference:
 
     Raises:
         LaunchError: a server cannot be started as asked.
-        ConfigurationError: the cluster has no room for them, or something is wrong with its nodes.
+        ConfigurationError: the cluster has no room for what Ray places, or something is wrong with its nodes.
     """
     inference = plan_inference(run)
-    if run.config.inference.placement == "ray":
+    servers = inference.servers if run.config.inference.placement == "ray" else {}
+    programs = [name for spec in run.plan.specs.values() if spec.placement == "ray" for name in spec.services]
+    if servers or programs:
         # Imported here: Ray takes seconds.
         from recipe.atropos.launcher.cluster_check import check_nodes
         from recipe.atropos.launcher.on_ray import Cluster
 
-        run.cluster = Cluster(run.config, inference.servers)
+        run.cluster = Cluster(run.config, servers, programs)
         with progress("the nodes of the Ray cluster are checked"):
             findings = await asyncio.to_thread(check_nodes, run.config, pairs=False)
         if problems := [f"node {found.node}: {found.problem}" for found in findings if found.problem]:
             raise ConfigurationError("\n".join(problems))
-        with progress("Ray looks for nodes for the SGLang servers"):
-            for name, launch in inference.servers.items():
+        with progress(f"Ray looks for nodes for {', '.join([*servers, *programs])}"):
+            for name in (*servers, *programs):
                 while run.cluster.awaited(name):
                     await asyncio.sleep(WATCH_SECONDS)
-                inference.servers[name] = run.cluster.placed(name, launch)
+        for name, launch in servers.items():
+            inference.servers[name] = run.cluster.placed(name, launch)
     port = urlsplit(inference.gateway).port
     run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
     for name in inference.servers:
@@ -180,8 +183,8 @@ async def start_inference(run: Run) -> Inference:
 
 
 def _start_server(run: Run, inference: Inference, name: str) -> Service:
-    if run.cluster is not None:
-        return run.cluster.start(name, inference.servers[name], run.files.log(name))
+    if run.config.inference.placement == "ray":
+        return run.cluster.start_server(name, inference.servers[name], run.files.log(name))
     return start_sglang(inference.servers[name], log_path=run.files.log(name), name=name, env=run.variables)
 
 
@@ -189,7 +192,7 @@ def _restart_server(run: Run, inference: Inference, name: str) -> Service:
     """Start a server again: on its node, or on another one where that is lost. Then gateway and trainer, which know
     servers by their URLs, are ended, and started again by their own policies.
     """
-    if run.cluster is not None:
+    if run.config.inference.placement == "ray":
         launch = run.cluster.placed(name, inference.servers[name])
         if launch.url != inference.servers[name].url:
             inference.servers[name] = launch
@@ -232,7 +235,7 @@ async def serves(run: Run, url: str) -> bool:
 def _awaited(run: Run, name: str) -> str:
     if run.config.inference.colocated and run.files.servers_offloaded.exists():
         return "when the trainer releases its memory"
-    return run.cluster.awaited(name) if run.cluster is not None else ""
+    return run.cluster.awaited(name) if run.config.inference.placement == "ray" else ""
 
 
 def _enable_restarts(run: Run, inference: Inference) -> None:

@@ -204,7 +204,7 @@ def test_a_process_number_used_again_is_not_registered(tmp_path):
     append_line(report, {"registered": 3, "pid": 7})
     state = _State(None, 0, LineReader(report))
     state.read()
-    state.service = SimpleNamespace(pid=7, poll=lambda: None)
+    state.service, state.process = SimpleNamespace(poll=lambda: None), 7
     state.read()
     assert state.registrations == [(7, 3)] and not state.is_registered
     append_line(report, {"registered": 4, "pid": 7})

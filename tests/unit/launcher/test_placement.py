@@ -1,6 +1,7 @@
 """Which GPUs trainer and servers get, and what a server needs that lends its memory; no GPU is needed for it."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 from helpers.gpu import load_decided
 from helpers.runs import run_of
 from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.client import InferenceError
@@ -24,7 +26,7 @@ from recipe.atropos.inference.server import (
 )
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
-from recipe.atropos.launcher.placement import place_servers
+from recipe.atropos.launcher.placement import check_environments_placement, place_servers
 from recipe.atropos.launcher.sglang import Inference, plan_servers
 from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.utils.gpus import platform_variables
@@ -428,6 +430,25 @@ def test_placement_by_ray_refuses_what_ray_decides(machine, overrides, message):
     machine(2)
     with pytest.raises(ConfigurationError, match=message):
         placed(*overrides)
+
+
+ENVIRONMENT_BY_RAY = "environment.placement=ray"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "environment.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address"),
+        ([HEAD], "api.host=127.0.0.1 with environment.placement=ray: other nodes do not reach it"),
+        ([HEAD, "api.host=10.0.0.1", "inference.host=0.0.0.0"], "inference.host=0.0.0.0 with"),
+        ([HEAD, "environment.python=python3"], "other nodes do not prepare environment.python"),
+        ([HEAD, "api.host=10.0.0.1", "inference.host=10.0.0.1"], None),
+    ],
+)
+def test_placement_of_environments_is_refused_by_name(overrides, message):
+    config = load_config([GSM8K, ENVIRONMENT_BY_RAY, *overrides])
+    with pytest.raises(ConfigurationError, match=message) if message else contextlib.nullcontext():
+        check_environments_placement(config, environment_specs(config).values())
 
 
 @pytest.mark.parametrize("colocated", [True, False])
