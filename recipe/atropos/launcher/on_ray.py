@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -135,9 +135,8 @@ class PlacedService(Service):
     def stop(self, grace: float = 10.0) -> None:
         self._ended.set()
         self._follower.join()
-        if self._status != LOST:
-            with contextlib.suppress(RayError):  # what is lost ends with its node
-                _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS)
+        if self._status != LOST:  # what is lost ends with its node
+            _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS)
             self._status = LOST if self._status is None else self._status
 
 
@@ -236,7 +235,7 @@ class Cluster:
         seat.address = None
         call = seat.host.start_program.remote(name, command, os.getcwd(), env)
         pid = _answer(call, f"the node starts {name}", _CALL_SECONDS)
-        return PlacedService(name, os.getpid(), log_path, host=seat.host), pid
+        return PlacedService(name, os.getpid(), log_path, host=seat.host), pid or 0
 
     def close(self) -> None:
         """Give the nodes back; whatever still runs there ends."""
@@ -264,15 +263,16 @@ def _host(seat: _Seat) -> Any:
 
 
 def _answer(call: Any, what: str, timeout: float) -> Any:
-    """Return an actor's answer.
+    """Return an actor's answer, None if it is lost, as whoever follows its service sees.
 
     Raises:
         LaunchError: what the actor raised.
-        RayError: the actor is lost.
         AtroposError: it is late.
     """
     try:
         return ray.get(call, timeout=timeout)
+    except RayActorError:
+        return None
     except GetTimeoutError as error:
         raise AtroposError(f"waited {timeout:g} s until {what}; see `ray status`, and Ray's logs there") from error
     except RayTaskError as error:

@@ -1,0 +1,365 @@
+"""What a step costs the recipe when many servers sample for it: ``python benchmarks/scale.py [--quick]``.
+
+A step is 1,024 sequences of 16,384 tokens, in groups of 8 by 64 environments, half of which sample through the session
+server, the others from the gateway as ``BaseEnv`` does; a policy of 7B then takes as long to train as to sample.
+
+Real: Trajectory API, gateway and session server in processes of their own; the environments' requests and posts, all in
+one process; the data source, the conversion to a DataProto, and the calls around a push of weights, in this one. All
+payloads have their real size. Simulated: the servers, which answer at once, in one process; so the clock is virtual
+where a step only waits for tokens: it takes sequences * tokens / (servers * 2,000 tokens a second).
+
+- CPU seconds of each part for a step, to be set against its length: the three services have a thread each.
+- idle: the seconds in which GPUs wait for the recipe. They go by while the last group passes through gateway,
+  environment, Trajectory API and data source and the batch is converted, all else being there already, and during the
+  calls of a push, in which nothing is sent. Generation that goes on meanwhile (``max_staleness``) is not deducted.
+
+Target: 64 servers idle for at most 3% of a step.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import psutil
+import requests
+from aiohttp import web
+
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.rows import IGNORED, RowLimits
+from recipe.atropos.demo.small_policy import ensure_small_policy
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.gateway_client import GatewayClient, gateway_command
+from recipe.atropos.sessions.client import SessionClient, scored_group
+from recipe.atropos.sources.numbered import DataSource, DataSourceConfig
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
+from recipe.atropos.trajectory_api.endpoints import Registration
+from recipe.atropos.utils.process import Service, free_port, start_service
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
+from recipe.atropos.weight_sync.fleet import ServerFleet
+from recipe.atropos.weight_sync.push import push
+from recipe.atropos.weight_sync.servers import on_all
+
+KEY = "trainer"
+RATE = 2_000  # tokens a second of a server
+ENVIRONMENTS, GROUP_SIZE, PROMPT = 64, 8, 64  # the prompt in tokens
+AT_ONCE = 64  # requests of the environments
+READY, START_SECONDS = "ready", 120.0  # what the environments print, and when it must be there
+VOCABULARY = 300  # of the small policy at least
+SHARE = 0.03  # of a step, in which GPUs may be idle
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes of a step, and by how many servers it is sampled."""
+
+    sequences: int
+    tokens: int
+    servers: int
+
+    @property
+    def groups(self) -> int:
+        return self.sequences // GROUP_SIZE
+
+    @property
+    def seconds(self) -> float:
+        return self.sequences * self.tokens / (self.servers * RATE)
+
+
+# ---------------------------------------------------------------- the servers
+
+
+async def serve(ports: Sequence[int], tokens: int) -> None:
+    """Answer as SGLang's servers do, with replies of so many tokens, at once."""
+    logprobs = [[-0.125 - 1 / (2 + i), 100 + i % (VOCABULARY - 100), None] for i in range(tokens)]
+    versions = dict.fromkeys(ports, "0")
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        info = {"finish_reason": {"type": "length"}, "weight_version": versions[request.app["port"]]}
+        reply = {"text": "", "meta_info": info | {"output_token_logprobs": logprobs, "completion_tokens": tokens}}
+        return web.Response(body=orjson.dumps(reply), content_type="application/json")
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": versions[request.app["port"]]})
+
+    async def load(request: web.Request) -> web.Response:
+        versions[request.app["port"]] = (await request.json())["version"]
+        return web.json_response({"success": True})
+
+    async def done(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"success": True})
+
+    for port in ports:
+        app = web.Application(client_max_size=0)
+        app["port"] = port
+        app.router.add_post("/generate", generate)
+        app.router.add_get("/model_info", info)
+        app.router.add_post("/load", load)
+        app.router.add_route("*", "/{path:.*}", done)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+    await asyncio.Event().wait()
+
+
+class Delivered:
+    """A transport whose weights need no time: what is measured is the rest of a push."""
+
+    pauses = True
+
+    async def stage(self, clients: Sequence[SGLangClient], weights: Iterator[Any], version: int) -> None:
+        list(weights)
+
+    async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
+        await on_all(clients, "deliver", lambda client: client.post("/load", {"version": str(version)}))
+
+    def release(self, version: int) -> None:
+        pass
+
+
+# ---------------------------------------------------------------- the environments
+
+
+@dataclass
+class Environments:
+    """All environments; the last group of each step is sampled when all others are stored."""
+
+    api: str
+    gateway: str
+    sessions: str
+    step: Step
+    key: str
+    begun: int = 0
+    stored: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def run(self) -> None:
+        self.slots = asyncio.Semaphore(AT_ONCE)
+        connector = aiohttp.TCPConnector(limit=0)
+        headers = {"Authorization": f"Bearer {self.key}"}
+        async with aiohttp.ClientSession(connector=connector, headers=headers) as self.http:
+            async with SessionClient(self.sessions, self.key) as self.client:
+                print(READY, flush=True)
+                await asyncio.gather(*(self.environment(number) for number in range(ENVIRONMENTS)))
+
+    async def environment(self, number: int) -> None:
+        longest = PROMPT + self.step.tokens
+        fields = {"max_token_length": longest, "desired_name": f"e{number}", "weight": 1.0, "group_size": GROUP_SIZE}
+        async with TrajectoryApiClient(self.api, self.key) as api:
+            while (env_id := (await api.register_env(fields)).get("env_id")) is None:
+                await asyncio.sleep(0.2)  # until the trainer has registered
+            while True:
+                ticket = await api.begin(env_id, GROUP_SIZE, wait=10, more=True)
+                if ticket is None:
+                    continue
+                self.begun += 1
+                if self.begun % self.step.groups == 0:
+                    async with self.changed:
+                        await self.changed.wait_for(lambda: (self.stored + 1) % self.step.groups == 0)
+                sampled = time.time()
+                group = await (self.in_sessions() if number % 2 else self.from_gateway())
+                group["group_overrides"] |= {"env_name": f"e{number}", "sampled": sampled}
+                await api.post_groups([{**group, "env_id": env_id}], ticket)
+                async with self.changed:
+                    self.stored += 1
+                    self.changed.notify_all()
+
+    async def from_gateway(self) -> dict[str, Any]:
+        prompt = [100 + i for i in range(PROMPT)]
+        sampling = {"max_new_tokens": self.step.tokens, "temperature": 1.0}
+        body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+
+        async def one() -> list[list[Any]]:
+            async with self.slots, self.http.post(f"{self.gateway}/generate", data=orjson.dumps(body)) as answer:
+                return orjson.loads(await answer.read())["meta_info"]["output_token_logprobs"]
+
+        replies = await asyncio.gather(*(one() for _ in range(GROUP_SIZE)))
+        ids = [[token for _, token, _ in reply] for reply in replies]
+        return {
+            "tokens": [prompt + reply for reply in ids],
+            "masks": [[IGNORED] * PROMPT + reply for reply in ids],
+            "inference_logprobs": [[1.0] * PROMPT + [logprob for logprob, _, _ in reply] for reply in replies],
+            "scores": [float(number % 2) for number in range(GROUP_SIZE)],
+            "group_overrides": {},
+        }
+
+    async def in_sessions(self) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "12 + 7 = 19 " * 5}]
+        body = orjson.dumps({"model": "policy", "messages": messages, "max_tokens": self.step.tokens})
+
+        async def one(number: int) -> tuple[str, float, dict[str, Any]]:
+            session = await self.client.open(sampling={"temperature": 1.0})
+            headers = {"Authorization": f"Bearer {session.api_key}"}
+            url = f"{self.sessions}/v1/chat/completions"
+            async with self.slots, self.http.post(url, data=body, headers=headers) as answer:
+                found = await answer.read()
+            assert answer.status == 200, found[:500]
+            await self.client.end(session.id, reward=float(number % 2))
+            return session.id, float(number % 2), await self.client.rows(session.id)
+
+        return scored_group(await asyncio.gather(*(one(number) for number in range(GROUP_SIZE))), "e")
+
+
+# ---------------------------------------------------------------- a step
+
+
+@contextmanager
+def services(folder: Path, step: Step) -> Iterator[tuple[dict[str, Service], list[str]]]:
+    """Start all but the driver; yield the services by name, and the servers' URLs."""
+    ports = [free_port() for _ in range(step.servers)]
+    servers = [f"http://127.0.0.1:{port}" for port in ports]
+    api, gateway, sessions = (f"http://127.0.0.1:{free_port()}" for _ in range(3))
+    module, own = [sys.executable, "-m"], [sys.executable, __file__]
+    session = [*module, "recipe.atropos.sessions.server", f"--port={sessions.rpartition(':')[2]}"]
+    session += [f"--gateway={gateway}", f"--api={api}", f"--tokenizer={ensure_small_policy(0)}"]
+    where = ["--host=127.0.0.1", f"--port={api.rpartition(':')[2]}", f"--data-dir={folder / 'trajectories'}"]
+    told = json.dumps({"api": api, "gateway": gateway, "sessions": sessions, "step": vars(step)})
+    commands = {
+        "servers": ([*own, "--serve", json.dumps([ports, step.tokens])], "", None),
+        "api": ([*module, "recipe.atropos.trajectory_api", *where], KEY, api),
+        "gateway": (gateway_command(gateway, "127.0.0.1", servers, 600.0), KEY, gateway),
+        "sessions": ([*session, f"--data={folder / 'sessions.sqlite'}"], environments_key(KEY), sessions),
+        "environments": ([*own, "--sample", told], environments_key(KEY), None),
+    }
+    started: dict[str, Service] = {}
+    try:
+        for name, (command, key, url) in commands.items():
+            log, env = folder / f"{name}.log", {API_KEY_VARIABLE: key}
+            started[name] = start_service(name, command, log_path=log, env=env, url=url)
+            if name == "servers":
+                answer(servers)
+            if name == "gateway":
+                GatewayClient(gateway, KEY).announce(0, servers)
+        answer([api, sessions])
+        deadline = time.monotonic() + START_SECONDS
+        while READY not in started["environments"].log_path.read_text() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        yield started, servers
+    finally:
+        for service in started.values():
+            service.stop(grace=1.0)
+
+
+def answer(urls: Sequence[str]) -> None:
+    """Wait until there is an answer at each of ``urls``. Raises ConnectionError: there is none in time."""
+    deadline = time.monotonic() + START_SECONDS
+    for url in urls:
+        while True:
+            try:
+                requests.get(url, timeout=10.0)
+                break
+            except requests.ConnectionError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+
+def cpu(service: Service) -> float:
+    """Return the seconds of CPU that a service has taken."""
+    times = psutil.Process(service.pid).cpu_times()
+    return times.user + times.system
+
+
+def push_version(fleet: ServerFleet, version: int) -> float:
+    """Make the calls of a push, as ``WeightSyncManager.update_weights`` and the actor do; return the seconds."""
+
+    async def all_servers(urls: list[str]) -> None:
+        clients = [SGLangClient(url, KEY, own=True) for url in urls]
+        for client in clients:
+            await client.__aenter__()
+        try:
+            await push(clients, Delivered(), iter(()), version, "abort")
+        finally:
+            for client in clients:
+                await client.__aexit__(None, None, None)
+
+    begun = time.perf_counter()
+    targets = sorted(fleet.wait_for(1))
+    fleet.gateway.announce(version, targets, pushing=True)
+    asyncio.run(all_servers(targets))
+    fleet.admit(version, targets)
+    return time.perf_counter() - begun
+
+
+def measure(step: Step) -> dict[str, float]:
+    """Return CPU seconds of each part for one step, and ``last_group``, ``convert`` and ``push``, in seconds."""
+    limits = RowLimits(max_length=PROMPT * 2 + step.tokens, pad_token_id=0)
+    registration = Registration(
+        batch_size=step.sequences,
+        max_token_len=limits.max_length,
+        starting_step=0,
+        num_steps=10,
+        checkpoint_dir="",
+        save_checkpoint_interval=-1,
+        wandb_group="",
+        wandb_project="",
+    )
+    with tempfile.TemporaryDirectory() as folder, services(Path(folder), step) as (started, servers):
+        config = DataSourceConfig(started["api"].url, retry_attempts=100, max_staleness=0, secret=KEY)
+        fleet = ServerFleet(servers, GatewayClient(started["gateway"].url, KEY), KEY)
+        names = ("gateway", "sessions", "api", "environments")
+        before = {name: cpu(started[name]) for name in names}
+        with DataSource(config, registration) as source:
+            batch = source.next_batch()
+            fetched, driver = time.time(), time.process_time()
+            rows, report = groups_to_data_proto(batch.groups, limits)
+            ready = time.time()
+            used = {name: cpu(started[name]) - before[name] for name in names}
+            pushed = push_version(fleet, 1)
+            driver = time.process_time() - driver
+            source.weights_pushed(batch.number)
+        assert report.rows == step.sequences and rows is not None, report
+        overrides = [group.field("group_overrides") for group in batch.groups]
+        sampled = max(override["sampled"] for override in overrides)
+    return used | {"driver": driver, "last_group": fetched - sampled, "convert": ready - fetched, "push": pushed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="128 sequences, with 4 and 64 servers")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size: whether it runs")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--sample", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve(*json.loads(options.serve)))
+    if options.sample:
+        told = json.loads(options.sample)
+        step = Step(**told.pop("step"))
+        asyncio.run(Environments(**told, step=step, key=os.environ[API_KEY_VARIABLE]).run())
+    sequences, tokens, counts = 1024, 16_384, (1, 4, 16, 64)
+    if options.quick or options.smoke:
+        sequences, tokens, counts = (16, 256, (2,)) if options.smoke else (128, tokens, (4, 64))
+    print(f"{sequences:,} sequences of {tokens:,} tokens a step; CPU seconds of each part, seconds that GPUs idle\n")
+    parts = ("gateway", "sessions", "api", "environments", "driver", "last_group", "convert", "push")
+    print(f"{'servers':>7} {'step':>8}", *(f"{name.replace('_', ' '):>12}" for name in parts), f"{'idle':>15}")
+    figures: dict[str, float] = {}
+    for servers in counts:
+        step = Step(sequences, tokens, servers)
+        found = measure(step)
+        idle = found["last_group"] + found["convert"] + found["push"]
+        share = idle / step.seconds
+        columns = (f"{found[name]:>10.2f} s" for name in parts)
+        print(f"{servers:>7} {step.seconds:>6.0f} s", *columns, f"{idle:>6.2f} s {share:>6.2%}", flush=True)
+        figures |= {f"{name}_{servers}": round(found[name], 3) for name in parts}
+        figures |= {f"idle_{servers}": round(idle, 3), f"share_{servers}": round(share, 4)}
+    ok = figures[f"share_{counts[-1]}"] <= SHARE or options.smoke
+    print(f"\ncores {os.cpu_count()}; target: {counts[-1]} servers idle for at most {SHARE:.0%} of a step")
+    print(json.dumps({"name": "scale", "figures": figures, "targets": {"share": SHARE}, "ok": ok}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
