@@ -37,7 +37,7 @@ async def test_the_client_goes_through_a_run(client):
     assert answer["status"] == "wait for trainer to start"
     assert (await client.register(REGISTRATION, after=0, max_staleness=0))["epoch"] == 1
     env_id = (await client.register_env(ENVIRONMENT))["env_id"]
-    assert (await client.info())["batch_size"] == 8
+    assert (await client.call("GET", "/info"))["batch_size"] == 8
     assert await client.batch(after=0, wait=0.1) is None
     tickets = [await client.begin(env_id, 4) for _ in range(3)]
     assert tickets[2] is None

@@ -144,7 +144,7 @@ class Schedule:
             env = self._of[environment.id]
             if environment.id == env.id and not env.is_away:
                 self.service.environments.touch(environment.id)
-            self.service.apply_share(environment)
+            self.service.environments.apply_share(environment, self.service.queue)
         self.service.release_dead()
         self.service.release_hung()
         self.service.changed()

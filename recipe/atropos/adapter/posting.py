@@ -189,7 +189,7 @@ class PostingEnv(BaseEnv):
         if not self.config.use_wandb:
             return
         deadline = Deadline(self.trainer_timeout)
-        while (info := await (await self._api()).wandb_info())["project"] is None:
+        while (info := await (await self._api()).call("GET", "/wandb_info"))["project"] is None:
             await deadline.pause(f"{self.report.name} waits for a trainer to name the wandb project")
         self.wandb_group, self.wandb_project = info["group"], info["project"]
         name = self.config.wandb_name and f"{self.config.wandb_name}-{time.strftime('%Y-%m-%d')}-{uuid.uuid4().hex[:6]}"
@@ -201,7 +201,7 @@ class PostingEnv(BaseEnv):
         Raises:
             EnvironmentFailure: the environment's own sizes do not fit them.
         """
-        info = await (await self._api()).info()
+        info = await (await self._api()).call("GET", "/info")
         if info["batch_size"] != -1:
             self.config.batch_size = info["batch_size"]
         if info["max_token_len"] != -1:

@@ -192,12 +192,12 @@ class StockApi(TrajectoryApiClient):
         """
         payload = msgspec.to_builtins(registration)
         await self.call("POST", "/register", payload)
-        info = await self.info()
+        info = await self.call("GET", "/info")
         if info["batch_size"] == -1:
             logger.warning("the Trajectory API at %s got data before a trainer; its data is reset", self.url)
             await self._request("GET", "/reset_data", {})  # answers in plain text
             await self.call("POST", "/register", payload)
-            info = await self.info()
+            info = await self.call("GET", "/info")
         for key in ("batch_size", "max_token_len"):
             if info[key] != payload[key]:
                 raise DataSourceError(

@@ -14,14 +14,16 @@ Guarantees:
 
 import asyncio
 import inspect
+import io
 import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import orjson
 from aiohttp import web
-from isal import isal_zlib
+from isal import igzip, isal_zlib
 
 from recipe.atropos.data.scored_group import unpack
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire  # noqa: F401  (endpoints)
@@ -142,20 +144,13 @@ async def _body(request: web.BaseRequest) -> bytes:
 
 
 def _inflated(body: bytes) -> bytes:
-    parts, size = [], 0
     try:
-        while body:
-            inflater = isal_zlib.decompressobj(31)
-            parts.append(inflater.decompress(body, MAX_BODY + 1 - size))
-            size += len(parts[-1])
-            if size > MAX_BODY:
-                raise RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
-            if not inflater.eof:
-                raise RequestRefused(400, "Invalid gzip payload: it is incomplete")
-            body = inflater.unused_data
-    except isal_zlib.error as error:
+        inflated = igzip.GzipFile(fileobj=io.BytesIO(body)).read(MAX_BODY + 1)
+    except (igzip.BadGzipFile, isal_zlib.error, EOFError) as error:
         raise RequestRefused(400, f"Invalid gzip payload: {error}") from error
-    return b"".join(parts)
+    if len(inflated) > MAX_BODY:
+        raise RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
+    return inflated
 
 
 def _answer(value: Any, status_code: int = 200) -> web.Response:
@@ -199,12 +194,9 @@ def _caller(request: web.BaseRequest, path: str) -> Caller:
     def number(name: str) -> int | None:
         text = request.headers.get(name)
         try:
-            value = None if text is None else int(text)
-        except ValueError:
-            value = 2**63
-        if value is not None and not -(2**63) < value < 2**63:
-            raise RequestRefused(422, f"{name}={text[:40]}: give a number")
-        return value
+            return None if text is None else msgspec.convert(text, Int, strict=False)
+        except ValueError as error:
+            raise RequestRefused(422, f"{name}={text[:40]}: give a number") from error
 
     key = request.headers.get(wire.KEY_HEADER)
     if key is not None and not (1 <= len(key) <= 200 and key.isascii()):

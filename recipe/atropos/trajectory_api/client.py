@@ -14,6 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -228,14 +229,6 @@ class TrajectoryApiClient:
             return await self.call("GET", "/status")
         return await self.call("GET", "/status-env", {"env_id": env_id})
 
-    async def info(self) -> dict[str, Any]:
-        """Return ``batch_size`` and ``max_token_len``, -1 without a trainer."""
-        return await self.call("GET", "/info")
-
-    async def wandb_info(self) -> dict[str, Any]:
-        """Return the ``group`` and ``project`` of the trainer's wandb run, None without a trainer."""
-        return await self.call("GET", "/wandb_info")
-
     async def diagnose(self) -> dict[str, Any]:
         """Return ``/diagnose``; its ``why`` says in a sentence what a batch lacks."""
         return await self.call("GET", "/diagnose")
@@ -273,25 +266,16 @@ class TrajectoryApiClient:
         """
         if self.epoch is not None:
             headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
-
-        async def attempt() -> Answer:
-            try:
-                return await self._attempt(method, path, headers, body, query, limit)
-            except TrajectoryApiError as error:
-                if isinstance(error.__cause__, TimeoutError):
-                    error.trouble = await self._trouble()
-                raise
-
-        return await self._until_answered(attempt)
+        return await self._until_answered(partial(self._attempt, method, path, headers, body, query, limit))
 
     async def _attempt(
         self,
         method: str,
         path: str,
         headers: Mapping[str, str],
-        body: bytes | None = None,
-        query: Mapping[str, str] | None = None,
-        limit: float | None = None,
+        body: bytes | None,
+        query: Mapping[str, str] | None,
+        limit: float | None,
     ) -> Answer:
         """Send a request once; return headers and body.
 
@@ -305,7 +289,9 @@ class TrajectoryApiClient:
             ) as reply:
                 content = await reply.read()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            raise TrajectoryApiError(f"{what} got no answer ({error!r})") from error
+            failure = TrajectoryApiError(f"{what} got no answer ({error!r})")
+            failure.trouble = await self._trouble() if isinstance(error, TimeoutError) else ""
+            raise failure from error
         if reply.status < 400:
             return reply.headers, content
         answer = _mapping(content)

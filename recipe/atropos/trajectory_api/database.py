@@ -66,7 +66,11 @@ class Loaded:
 
 
 def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
-    """Open a database for reading and writing, creating it if needed."""
+    """Open a database for reading and writing, creating it if needed.
+
+    Raises:
+        TrajectoryStoreError: another version of the recipe wrote it.
+    """
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     try:
         connection.execute(f"PRAGMA page_size = {_PAGE}")
@@ -74,6 +78,8 @@ def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
         connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
         connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         connection.executescript(SCHEMA)
+        check_format(connection)
+        write_run(connection, format=FORMAT)
     except BaseException:
         connection.close()  # later, it would delete the log of another that has the path then
         raise
@@ -256,13 +262,13 @@ def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end:
         (number, start, end),
     ).fetchall()  # an error must leave no read transaction open
     for place, (stored, id, data, digest) in enumerate(rows, start):
-        _check_record(connection, f"batch {number}: group {id}", id, data if stored == place else None, digest)
+        if data is None or stored != place:
+            raise _damaged(connection, f"batch {number}: group {id}", "a record is missing")
+        _check_digest(connection, f"batch {number}: group {id}", id, data, digest)
     return [data for _, _, data, _ in rows]
 
 
-def _check_record(connection: sqlite3.Connection, what: str, id: int, data: bytes | None, digest: int) -> None:
-    if data is None:
-        raise _damaged(connection, what, "a record is missing")
+def _check_digest(connection: sqlite3.Connection, what: str, id: int, data: bytes, digest: int) -> None:
     if digest != _digest(id, data):
         raise _damaged(connection, what, "its record has changed since it was stored")
 
@@ -291,7 +297,7 @@ def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:
     row = connection.execute("SELECT data, digest FROM records WHERE id = ?", (id,)).fetchone()
     if row is None:
         return None
-    _check_record(connection, f"group {id}", id, *row)
+    _check_digest(connection, f"group {id}", id, *row)
     return row[0]
 
 

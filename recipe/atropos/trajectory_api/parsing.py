@@ -45,7 +45,7 @@ class Parsed:
         return cls(stored, group.env_id, group.trajectories, *sizes)
 
 
-class _Unusual(Exception):  # noqa: N818  (not an error: ``from_mapping`` decides)
+class _Unusual(ValueError):  # noqa: N818  (not an error: ``from_mapping`` decides)
     """The fast path does not handle this body."""
 
 
@@ -56,10 +56,11 @@ def parse_json(body: bytes, several: bool) -> list[Parsed]:
         RefusedGroup: with the reason and the place.
     """
     try:
-        return [Parsed.of(group.checked()) for group in _fast(body, several)]
-    except _Unusual:
-        pass
-    groups = _load(body)
+        fast = _fast(body, several)
+    except (TypeError, ValueError, RuntimeError):  # simdjson's, and ``_Unusual``
+        groups = _load(body)
+    else:
+        return [Parsed.of(group.checked()) for group in fast]
     if isinstance(groups, list) != several:
         raise RefusedGroup(Reason.MALFORMED, "the body must be " + ("a list of groups" if several else "one group"))
     return [Parsed.of(ScoredGroup.from_mapping(group)) for group in (groups if several else [groups])]
@@ -91,11 +92,12 @@ def environments_of(body: bytes, packed: bool) -> list[int | None]:
 
 
 def _fast(body: bytes, several: bool) -> list[ScoredGroup]:
-    """Read a body of the usual form by simdjson, whose objects must all be gone before the next call."""
-    try:
-        document = _parser.parse(body)
-    except (ValueError, RuntimeError) as error:
-        raise _Unusual from error
+    """Read a body of the usual form by simdjson, whose objects must all be gone before the next call.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it has another form.
+    """
+    document = _parser.parse(body)
     if not isinstance(document, simdjson.Array if several else simdjson.Object):
         raise _Unusual
     brackets = int(several)
@@ -128,12 +130,13 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
         if key in _PER_TOKEN and isinstance(value, simdjson.Array):
             rows = [len(row) if isinstance(row, simdjson.Array) else -1 for row in value]
             lengths = rows if lengths is None else lengths
-            flat[key] = _buffer(value, key in ("tokens", "masks"))
+            kind, dtype = ("d", np.float64) if key in FLOATS else ("i", np.int64)
+            flat[key] = np.frombuffer(value.as_buffer(of_type=kind), dtype)
             if rows != lengths or -1 in rows or len(flat[key]) != sum(rows):
                 raise _Unusual
             brackets += 1 + len(rows)
         elif key == "scores" and isinstance(value, simdjson.Array):
-            scores = _buffer(value, False)
+            scores = np.frombuffer(value.as_buffer(of_type="d"), np.float64)
             brackets += 1
         elif key == "env_id" and type(value) is int:
             env_id = value
@@ -150,14 +153,6 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
     return ScoredGroup(
         np.array(lengths, np.int64), flat["tokens"], flat["masks"], scores, floats, raw, env_id
     ), brackets
-
-
-def _buffer(values: Any, integers: bool) -> np.ndarray:
-    try:
-        flat = values.as_buffer(of_type="i" if integers else "d")
-    except (TypeError, ValueError) as error:
-        raise _Unusual from error
-    return np.frombuffer(flat, np.int64 if integers else np.float64)
 
 
 def _load(body: bytes) -> Any:

@@ -130,7 +130,7 @@ class Service:
             registration = msgspec.convert(values["registration"], EnvRegistration)
             environment = Environment(number, values["name"], registration, values["connected"], values.get("key"))
             self.environments.by_id[number] = environment
-            self.apply_share(environment)
+            self.environments.apply_share(environment, self.queue)
         for name in [name for name in self.counts if name.startswith(_OF_ENVIRONMENT)]:
             number, _, counted = name.removeprefix(_OF_ENVIRONMENT).partition("/")
             n = self.counts.pop(name)
@@ -154,10 +154,6 @@ class Service:
         """Return an entry, of environment None if its environment has not registered."""
         entry.env = entry.env if entry.env in self.environments.by_id else None
         return entry
-
-    def apply_share(self, environment: Environment) -> None:
-        """Tell the queue an environment's name and share; its allocation holds while it lives."""
-        self.environments.apply_share(environment, self.queue)
 
     def set_batch_size(self, trainer: Trainer) -> None:
         """Plan batches for a trainer; queued groups that fit into none of its batches are dropped, and counted."""
@@ -276,7 +272,7 @@ class Service:
             await asyncio.sleep(_TICK)
             self.store.check()
             for environment in self.environments:
-                self.apply_share(environment)
+                self.environments.apply_share(environment, self.queue)
             self.release_dead()
             self.forget_gone()
             self.release_hung()

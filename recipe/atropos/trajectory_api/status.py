@@ -140,9 +140,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
     was seen longest ago has been silent, of those that have not left.
     """
     queue, now, found = service.queue, time.monotonic(), []
-    open_tickets: dict[int | None, int] = {}
-    for entry in queue.tickets.values():
-        open_tickets[entry.env] = open_tickets.get(entry.env, 0) + 1
+    open_tickets = Counter(entry.env for entry in queue.tickets.values())
     numbers: dict[EnvironmentQueue, list[int | None]] = {}
     for env, own in queue.environments.items():
         numbers.setdefault(own, []).append(env)
@@ -154,7 +152,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
             "queued_sequences": own.sequences,
             "queued_groups": own.groups.total(),
             "sizes": _by_size(own.groups),
-            "open_tickets": sum(open_tickets.get(env, 0) for env in envs),
+            "open_tickets": sum(open_tickets[env] for env in envs),
             "weight": own.weight,
             "min_batch_allocation": own.minimum,
         }

@@ -107,17 +107,9 @@ class Store:
         if not self.path.exists():
             for left in self.folder.glob(f"{_PARTIAL}*"):  # of a start that was killed
                 left.unlink()
-            self._open(partial).close()
+            database.connect(partial, self._durability).close()
             partial.rename(self.path)
-        return self._open(self.path)
-
-    def _open(self, path: Path) -> sqlite3.Connection:
-        with contextlib.ExitStack() as failed:
-            connection = failed.enter_context(contextlib.closing(database.connect(path, self._durability)))
-            database.check_format(connection)
-            database.write_run(connection, format=database.FORMAT)
-            failed.pop_all()
-            return connection
+        return database.connect(self.path, self._durability)
 
     def load(self) -> database.Loaded:
         """Return what the folder holds and start the writer; called once, first. Use ``named_errors``."""

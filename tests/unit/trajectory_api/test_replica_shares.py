@@ -56,7 +56,7 @@ async def test_replicas_have_one_share_and_one_line(service):
     assert status.status_env(service, b)["queue_size"] == 1, "of 8 sequences 4 are allocated, once"
 
     await ingest.disconnect_env(service, again)
-    service.apply_share(service.environments.by_id[again])
+    service.environments.apply_share(service.environments.by_id[again], service.queue)
     assert weights(a, b, same) == pytest.approx([1 / 3] * 3)
     [line] = [line for line in status.environments(service) if line["env_id"] == again]
     assert (line["replicas"], line["alive"], line["min_batch_allocation"]) == (1, True, 0.5)
@@ -64,7 +64,7 @@ async def test_replicas_have_one_share_and_one_line(service):
     assert service.queue.environment(restarted) is service.queue.environment(a)
     for env in (a, restarted):
         await ingest.disconnect_env(service, env)
-        service.apply_share(service.environments.by_id[env])
+        service.environments.apply_share(service.environments.by_id[env], service.queue)
     assert service.queue.environment(a).minimum == 0.0 and status.status_env(service, b)["env_weight"] == 0.5
 
 
