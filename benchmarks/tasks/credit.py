@@ -5,9 +5,9 @@ r"""The tasks of ``benchmarks/credit.py``: environments in which an error costs 
 - ``GridEnv``: ``2 3 to 4 1``, a move (``left``, ``right``, ``up``, ``down``) for each turn, answered with the new
   place; ``done`` ends the episode, which is right at the goal, N moves away.
 
-An episode has at most 2 N + 1 turns. The first policies know the language and err at random, in ``error`` of their
-turns; in ``early`` they end the episode. They are evaluated as they are trained, sampled at temperature 1: what they
-do most often is right from the beginning.
+An episode has at most N + 1 turns, so one error costs the outcome, though what follows it may be right. The first
+policies know the language and err at random, in ``error`` of their turns. They are evaluated as they are trained,
+sampled at temperature 1: what they do most often is right from the beginning.
 """
 
 import random
@@ -167,18 +167,17 @@ VALUES = {"chain": "benchmarks.tasks.credit:shorter", "grid": "benchmarks.tasks.
 
 @dataclass(frozen=True)
 class TaskRecipe(CalculatorRecipe):
-    """First policy of a task. ``errors`` and ``early`` are the parts of turns that err, and that end an episode."""
+    """First policy of a task, which errs in ``error`` of its turns."""
 
     name: ClassVar[str] = "small-policy-credit"
 
     task: str = "chain"
     task_steps: int = 4
     error: float = 0.3
-    early: float = 0.05
     problems: int = ITEMS
     vocabulary: int = 320
-    steps: int = 900
-    batch_size: int = 32
+    steps: int = 500
+    batch_size: int = 16
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         task: type[Task] = {"chain": ChainEnv, "grid": GridEnv}[self.task]
@@ -188,7 +187,7 @@ class TaskRecipe(CalculatorRecipe):
     def calls(self, row: Row, rng: random.Random) -> Chat:
         """A malformed call is made again; the chain never ends because of it."""
         chat, words = [message("user", row["question"])], row["question"].split()
-        while len(words) > 1 and rng.random() >= self.early:
+        while len(words) > 1:
             call = f"{OPEN}{' '.join(words[: 3 if rng.random() >= self.error else 2])}{CLOSE}"
             chat += [message("assistant", call), message("tool", str(reduced(words, call)))]
             words = left(row, [chat[-1]["content"]])
@@ -197,7 +196,7 @@ class TaskRecipe(CalculatorRecipe):
     def moves(self, row: Row, rng: random.Random) -> Chat:
         chat, (x, y) = [message("user", row["question"])], place(row, [])
         to_x, to_y = map(int, row["question"].split()[-2:])
-        while (x, y) != (to_x, to_y) and rng.random() >= self.early and len(chat) < 4 * self.task_steps + 2:
+        while (x, y) != (to_x, to_y) and len(chat) < 4 * self.task_steps + 2:
             good = [name for name, (dx, dy) in MOVES.items() if dx * (to_x - x) > 0 or dy * (to_y - y) > 0]
             name = rng.choice(good if rng.random() >= self.error else [one for one in MOVES if one not in good])
             x, y = (min(max(at + by, 0), SIZE - 1) for at, by in zip((x, y), MOVES[name], strict=True))
