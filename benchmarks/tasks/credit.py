@@ -115,10 +115,19 @@ def reduced(words: list[str], text: str) -> str | None:
 
 
 def shorter(problem: Row, text: str) -> float:
-    """Return how much of a chain an episode's text has done, from -1 at the beginning up to 1."""
+    """Return how much of a chain an episode's text has done, as ``reached`` does."""
     replies = [line for line in text.splitlines() if NUMBERS.fullmatch(line.removeprefix(ERROR))]
     steps = (len(problem["question"].split()) - 1) // 2
-    return 2 * (steps - (len(left(problem, replies)) - 1) // 2) / (steps + 1) - 1
+    return reached(steps, (len(left(problem, replies)) - 1) // 2, len(replies))
+
+
+def reached(steps: int, missing: int, turns: int) -> float:
+    """Return what was reached after ``turns``, from -1 at the beginning up to 1.
+
+    It is -1 too as soon as the episode is lost, because more steps are missing than there are turns for them. If it were
+    not, the episode's last turn, right or not, would be blamed for the outcome, and its noise would exceed all other.
+    """
+    return -1.0 if missing > steps - turns else 2 * turns / (steps + 1) - 1
 
 
 class GridEnv(Task):
@@ -156,10 +165,9 @@ def distance(problem: Row, replies: list[str]) -> int:
 
 
 def nearer(problem: Row, text: str) -> float:
-    """Return how near the goal the last place in an episode's text is, from -1 at the beginning up to 1."""
+    """Return how near the goal the last place in an episode's text is, as ``reached`` does."""
     places = [line for line in text.splitlines() if line.split() and all(word.isdigit() for word in line.split())]
-    steps = int(gold_answer(problem))
-    return 2 * (steps - distance(problem, places)) / (steps + 1) - 1
+    return reached(int(gold_answer(problem)), distance(problem, places), len(places))
 
 
 VALUES = {"chain": "benchmarks.tasks.credit:shorter", "grid": "benchmarks.tasks.credit:nearer"}
@@ -182,7 +190,10 @@ class TaskRecipe(CalculatorRecipe):
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         task: type[Task] = {"chain": ChainEnv, "grid": GridEnv}[self.task]
         demonstration = {"chain": self.calls, "grid": self.moves}[self.task]
-        return [demonstration(row, rng) for row in task.rows("train", self.problems, self.task_steps, 500_000 + seed)]
+        return [demonstration(row, rng) for row in self.items(task, 500_000 + seed)]
+
+    def items(self, task: type[Task], seed: int) -> list[Row]:
+        return task.rows("train", self.problems, self.task_steps, seed)
 
     def calls(self, row: Row, rng: random.Random) -> Chat:
         """A malformed call is made again; the chain never ends because of it."""
@@ -202,3 +213,14 @@ class TaskRecipe(CalculatorRecipe):
             x, y = (min(max(at + by, 0), SIZE - 1) for at, by in zip((x, y), MOVES[name], strict=True))
             chat += [message("assistant", name), message("tool", f"{x} {y}")]
         return [*chat, message("assistant", "done")]
+
+
+@dataclass(frozen=True)
+class LongTaskRecipe(TaskRecipe):
+    """First policy of a long task, which is taught shorter ones too: those are learned sooner."""
+
+    name: ClassVar[str] = "small-policy-long-credit"
+
+    def items(self, task: type[Task], seed: int) -> list[Row]:
+        size = self.problems // self.task_steps
+        return [row for steps in range(1, self.task_steps + 1) for row in task.rows("train", size, steps, seed)]
