@@ -124,8 +124,8 @@ def shorter(problem: Row, text: str) -> float:
 def reached(steps: int, missing: int, turns: int) -> float:
     """Return what was reached after ``turns``, from -1 at the beginning up to 1.
 
-    It is -1 too as soon as the episode is lost, because more steps are missing than there are turns for them. If it were
-    not, the episode's last turn, right or not, would be blamed for the outcome, and its noise would exceed all other.
+    It is -1 too as soon as the episode is lost, because more steps are missing than there are turns for them. Else the
+    episode's last turn, right or not, would be blamed for the outcome, and its noise would exceed all other.
     """
     return -1.0 if missing > steps - turns else 2 * turns / (steps + 1) - 1
 
