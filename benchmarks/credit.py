@@ -131,11 +131,12 @@ def run(key: Key, folder: Path, updates: int) -> dict[str, Any]:
     log, begun = folder.with_suffix(".log"), time.monotonic()
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        while process.poll() is None:
-            if solved(folder):
-                process.send_signal(signal.SIGTERM)
-                process.wait(timeout=120)
-            time.sleep(1.0)
+        try:
+            while process.poll() is None and not solved(folder):
+                time.sleep(1.0)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=120)
     if not solved(folder) and process.returncode:
         sys.exit(f"{key}: exit status {process.returncode}\n{log.read_text()[-4000:]}")
     tokens, accuracy = curve(folder)
