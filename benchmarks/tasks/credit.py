@@ -5,9 +5,9 @@ r"""The tasks of ``benchmarks/credit.py``: environments in which an error costs 
 - ``GridEnv``: ``2 3 to 4 1``, a move (``left``, ``right``, ``up``, ``down``) for each turn, answered with the new
   place; ``done`` ends the episode, which is right at the goal, N moves away.
 
-An episode has at most 2 N + 1 turns. The first policies know the language and err at random, in ``error`` of their
-turns; in ``early`` they end the episode. They are evaluated as they are trained, sampled at temperature 1: what they
-do most often is right from the beginning.
+An episode has at most N + 1 turns, so one error costs the outcome, though what follows it may be right. The first
+policies know the language and err at random, in ``error`` of their turns. They are evaluated as they are trained,
+sampled at temperature 1: what they do most often is right from the beginning.
 """
 
 import random
@@ -115,10 +115,19 @@ def reduced(words: list[str], text: str) -> str | None:
 
 
 def shorter(problem: Row, text: str) -> float:
-    """Return how much of a chain an episode's text has done, from -1 at the beginning up to 1."""
+    """Return how much of a chain an episode's text has done, as ``reached`` does."""
     replies = [line for line in text.splitlines() if NUMBERS.fullmatch(line.removeprefix(ERROR))]
     steps = (len(problem["question"].split()) - 1) // 2
-    return 2 * (steps - (len(left(problem, replies)) - 1) // 2) / (steps + 1) - 1
+    return reached(steps, (len(left(problem, replies)) - 1) // 2, len(replies))
+
+
+def reached(steps: int, missing: int, turns: int) -> float:
+    """Return what was reached after ``turns``, from -1 at the beginning up to 1.
+
+    It is -1 too as soon as the episode is lost, because more steps are missing than there are turns for them. Else the
+    episode's last turn, right or not, would be blamed for the outcome, and its noise would exceed all other.
+    """
+    return -1.0 if missing > steps - turns else 2 * turns / (steps + 1) - 1
 
 
 class GridEnv(Task):
@@ -156,10 +165,9 @@ def distance(problem: Row, replies: list[str]) -> int:
 
 
 def nearer(problem: Row, text: str) -> float:
-    """Return how near the goal the last place in an episode's text is, from -1 at the beginning up to 1."""
+    """Return how near the goal the last place in an episode's text is, as ``reached`` does."""
     places = [line for line in text.splitlines() if line.split() and all(word.isdigit() for word in line.split())]
-    steps = int(gold_answer(problem))
-    return 2 * (steps - distance(problem, places)) / (steps + 1) - 1
+    return reached(int(gold_answer(problem)), distance(problem, places), len(places))
 
 
 VALUES = {"chain": "benchmarks.tasks.credit:shorter", "grid": "benchmarks.tasks.credit:nearer"}
@@ -167,28 +175,30 @@ VALUES = {"chain": "benchmarks.tasks.credit:shorter", "grid": "benchmarks.tasks.
 
 @dataclass(frozen=True)
 class TaskRecipe(CalculatorRecipe):
-    """First policy of a task. ``errors`` and ``early`` are the parts of turns that err, and that end an episode."""
+    """First policy of a task, which errs in ``error`` of its turns."""
 
     name: ClassVar[str] = "small-policy-credit"
 
     task: str = "chain"
     task_steps: int = 4
     error: float = 0.3
-    early: float = 0.05
     problems: int = ITEMS
     vocabulary: int = 320
-    steps: int = 900
-    batch_size: int = 32
+    steps: int = 500
+    batch_size: int = 16
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         task: type[Task] = {"chain": ChainEnv, "grid": GridEnv}[self.task]
         demonstration = {"chain": self.calls, "grid": self.moves}[self.task]
-        return [demonstration(row, rng) for row in task.rows("train", self.problems, self.task_steps, 500_000 + seed)]
+        return [demonstration(row, rng) for row in self.items(task, 500_000 + seed)]
+
+    def items(self, task: type[Task], seed: int) -> list[Row]:
+        return task.rows("train", self.problems, self.task_steps, seed)
 
     def calls(self, row: Row, rng: random.Random) -> Chat:
         """A malformed call is made again; the chain never ends because of it."""
         chat, words = [message("user", row["question"])], row["question"].split()
-        while len(words) > 1 and rng.random() >= self.early:
+        while len(words) > 1:
             call = f"{OPEN}{' '.join(words[: 3 if rng.random() >= self.error else 2])}{CLOSE}"
             chat += [message("assistant", call), message("tool", str(reduced(words, call)))]
             words = left(row, [chat[-1]["content"]])
@@ -197,9 +207,20 @@ class TaskRecipe(CalculatorRecipe):
     def moves(self, row: Row, rng: random.Random) -> Chat:
         chat, (x, y) = [message("user", row["question"])], place(row, [])
         to_x, to_y = map(int, row["question"].split()[-2:])
-        while (x, y) != (to_x, to_y) and rng.random() >= self.early and len(chat) < 4 * self.task_steps + 2:
+        while (x, y) != (to_x, to_y) and len(chat) < 4 * self.task_steps + 2:
             good = [name for name, (dx, dy) in MOVES.items() if dx * (to_x - x) > 0 or dy * (to_y - y) > 0]
             name = rng.choice(good if rng.random() >= self.error else [one for one in MOVES if one not in good])
             x, y = (min(max(at + by, 0), SIZE - 1) for at, by in zip((x, y), MOVES[name], strict=True))
             chat += [message("assistant", name), message("tool", f"{x} {y}")]
         return [*chat, message("assistant", "done")]
+
+
+@dataclass(frozen=True)
+class LongTaskRecipe(TaskRecipe):
+    """First policy of a long task, which is taught shorter ones too: those are learned sooner."""
+
+    name: ClassVar[str] = "small-policy-long-credit"
+
+    def items(self, task: type[Task], seed: int) -> list[Row]:
+        size = self.problems // self.task_steps
+        return [row for steps in range(1, self.task_steps + 1) for row in task.rows("train", size, steps, seed)]
