@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,8 @@ def wait_for_nodes(nodes: int, seconds: float) -> list[Finding]:
 
 
 def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
-    """Check all living nodes against this one; with ``pairs``, also each connection between two of them.
+    """Check all living nodes against this one; with ``pairs``, also each connection between two of them, and the GPUs,
+    of which others of the cluster may have some while a run starts.
 
     Raises:
         AtroposError: a node does not answer within 120 s.
@@ -156,7 +157,7 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
         if node["Alive"]
     }
     try:
-        findings = list(_compared(_answers(probes, "facts")))
+        findings = [found for found in _compared(_answers(probes, "facts")) if pairs or found.check != "gpus"]
         findings += [_clock(address, probe) for address, probe in probes.items()]
         findings += _shared(config, probes)
         if pairs and len(probes) > 1:
@@ -191,7 +192,8 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
     head = facts[_head()]
     for address, node in facts.items():
         own, several = node.interfaces.get(address), len(facts) > 1
-        wrong = [f"{name}={value}" for name, value in node.chosen.items() if own is not None and value != own]
+        others = {*node.interfaces.values()} - {node.interfaces.get("127.0.0.1", "lo")}
+        wrong = [f"{name}={value}" for name, value in node.chosen.items() if own and not _selects(value, others)]
         if several and (own is None or ipaddress.ip_address(address).is_loopback):
             told = f"no interface to the other nodes has {address}: ray start --node-ip-address with one that has"
         else:
@@ -209,6 +211,14 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
             f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(node.gpu_memory) if used > _GPU_MEBIBYTES
         ]
         yield Finding("gpus", address, f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else "")
+
+
+def _selects(value: str, names: Collection[str]) -> bool:
+    """Return whether NCCL_SOCKET_IFNAME or gloo's names any of these interfaces: by prefix, exactly (=), or not (^)."""
+    given = tuple(value.lstrip("^=").split(","))
+    if value.startswith("^"):
+        return any(not name.startswith(given) for name in names)
+    return any(name in given if value.startswith("=") else name.startswith(given) for name in names)
 
 
 def _clock(address: str, probe: Any) -> Finding:

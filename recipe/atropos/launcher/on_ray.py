@@ -103,6 +103,7 @@ class PlacedService(Service):
 
     def __post_init__(self) -> None:
         self._status: int | None = None
+        self._lost = False
         self._ended = threading.Event()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.touch(mode=0o600)
@@ -124,6 +125,7 @@ class PlacedService(Service):
                 continue  # until Ray gives the node up
             except RayError as error:
                 more, status = f"error: its node, or its actor there, is lost: {error}\n".encode(), LOST
+                self._lost = True
             with contextlib.suppress(OSError), self.log_path.open("ab") as log:
                 log.write(more)
             if status is not None:
@@ -135,7 +137,7 @@ class PlacedService(Service):
     def stop(self, grace: float = 10.0) -> None:
         self._ended.set()
         self._follower.join()
-        if self._status != LOST:  # what is lost ends with its node
+        if not self._lost:  # what is lost ends with its node
             _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS)
             self._status = LOST if self._status is None else self._status
 
