@@ -217,7 +217,7 @@ class TaskRecipe(CalculatorRecipe):
 
 @dataclass(frozen=True)
 class LongTaskRecipe(TaskRecipe):
-    """First policy of a long task, which is taught shorter ones too: those are learned sooner."""
+    """First policy of a long task, which is taught shorter ones too."""
 
     name: ClassVar[str] = "small-policy-long-credit"
 

@@ -35,7 +35,7 @@ TRAINER, SGLANG = ("torch", "verl", "ray", "atroposlib", "transformers"), ("torc
 _SECONDS = 120.0  # for the nodes' answers
 _APART_SECONDS = 2.0  # between two clocks
 _LEAST_FILES = 4096
-_GPU_MEBIBYTES = 1024  # of a GPU that is in use, by others than Ray
+_GPU_MEBIBYTES = 1024  # of a GPU that is in use
 _CONNECT_SECONDS = 3.0
 
 

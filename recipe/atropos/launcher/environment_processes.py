@@ -248,7 +248,6 @@ class _State:
     replica: int
     reader: LineReader
     service: Service | None = None
-    process: int = 0  # the pid of that, on its node
     started: float = 0.0
     is_registered: bool = False  # the current process
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
@@ -262,7 +261,7 @@ class _State:
     @property
     def pid(self) -> int | None:
         """Of the current process, if it runs."""
-        return None if self.service is None or self.service.poll() is not None else self.process
+        return None if self.service is None or self.service.poll() is not None else self.service.pid
 
     @property
     def totals(self) -> Counter[str]:
@@ -279,7 +278,7 @@ class _State:
                 self.present = Counter(line["counts"]) + Counter({"items": in_flight, "in_flight": in_flight})
             if "registered" in line:
                 self.registrations.append((line["pid"], line["registered"]))
-                self.is_registered |= self.service is not None and line["pid"] == self.process
+                self.is_registered |= self.service is not None and line["pid"] == self.service.pid
 
 
 class Environments:
@@ -315,11 +314,10 @@ class Environments:
         if spec.placement == "ray":
             log = self._run.files.log(state.name)
             variables["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-            state.service, state.process = self._run.cluster.start_program(state.name, command, log, **variables)
+            state.service = self._run.cluster.start_program(state.name, command, log, **variables)
             self._run.add(state.service)
         else:
             state.service = self._run.start(state.name, command, **variables)
-            state.process = state.service.pid
         state.started, state.is_registered = time.monotonic(), False
         return state.service
 

@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, LaunchError
@@ -57,11 +57,12 @@ class Host:
         self._port = self._port or free_port(own)
         return own, self._port
 
-    def start_server(self, name: str, launch: SGLangLaunch) -> None:
-        """Start a server. Raises LaunchError: see ``start_sglang``."""
+    def start_server(self, name: str, launch: SGLangLaunch) -> int:
+        """Start a server; return its pid. Raises LaunchError: see ``start_sglang``."""
         log, variables = self._begin(name)
         variables |= interface_variables(launch.host)
         self._service = start_sglang(launch, log_path=log, name=name, env=variables)
+        return self._service.pid
 
     def start_program(self, name: str, command: list[str], folder: str, env: Mapping[str, str]) -> int:
         """Start a program in a folder; return its pid. Raises ServiceFailed: there is no such program."""
@@ -97,7 +98,7 @@ class Host:
 
 @dataclass
 class PlacedService(Service):
-    """A service on a node of the cluster; a thread follows it. ``pid``: this process, which it ends with."""
+    """A service on a node of the cluster; a thread follows it. ``pid``: that on its node, 0 if that was lost before."""
 
     host: Any = None
 
@@ -146,13 +147,27 @@ class PlacedService(Service):
 class _Seat:
     """Where a service runs: a bundle, the actor there and, while a start waits for it, its address."""
 
-    group: Any
+    group: PlacementGroup
     bundle: int
     resources: dict[str, float]
-    host: Any = None
     address: Any = None
     asked: float = 0.0
     lost: str = ""
+
+    def __post_init__(self) -> None:
+        self.place()
+
+    def place(self) -> None:
+        """Ask Ray for the actor, anew if the former one is lost."""
+        self.host = (
+            ray.remote(Host)
+            .options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, self.bundle),
+                num_cpus=self.resources["CPU"],
+                num_gpus=self.resources.get("GPU", 0),
+            )
+            .remote()
+        )
 
 
 class Cluster:
@@ -168,6 +183,7 @@ class Cluster:
         start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
         signal.signal(signal.SIGTERM, before)
         self._timeout = float(config.inference.start_timeout)
+        self._groups: list[PlacementGroup] = []
         self._seats: dict[str, _Seat] = {}
         servers = {name: _resources(launch) for name, launch in launches.items()}
         self._reserve(servers, "PACK", f"{config.run.name}_servers")
@@ -176,8 +192,8 @@ class Cluster:
     def _reserve(self, needed: dict[str, dict[str, float]], strategy: str, name: str) -> None:
         if needed:
             group = placement_group(list(needed.values()), strategy=strategy, name=name)
-            seats = {each: _Seat(group, number, needed[each]) for number, each in enumerate(needed)}
-            self._seats |= {each: replace(seat, host=_host(seat)) for each, seat in seats.items()}
+            self._groups.append(group)
+            self._seats |= {each: _Seat(group, number, needed[each]) for number, each in enumerate(needed)}
 
     def awaited(self, name: str) -> str:
         """Return what the start of a service waits for, "" once nothing: its node or, if that is lost, another one.
@@ -192,7 +208,8 @@ class Cluster:
             try:
                 ray.get(seat.address)
             except RayError as error:
-                seat.lost, seat.host = str(error), _host(seat)
+                seat.lost = str(error)
+                seat.place()
                 seat.address = seat.host.address.remote()
             else:
                 return ""
@@ -224,11 +241,11 @@ class Cluster:
     def start_server(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:
         """Start a server whose launch is ``placed``. Raises LaunchError: see ``start_sglang``."""
         host = self._seats[name].host
-        _answer(host.start_server.remote(name, launch), f"the node starts {name}", _CALL_SECONDS)
-        return PlacedService(name, os.getpid(), log_path, launch.url, host=host)
+        pid = _answer(host.start_server.remote(name, launch), f"the node starts {name}", _CALL_SECONDS)
+        return PlacedService(name, pid or 0, log_path, launch.url, host=host)
 
-    def start_program(self, name: str, command: list[str], log_path: Path, **env: str) -> tuple[PlacedService, int]:
-        """Start a program, once nothing is ``awaited``, in a folder of the launcher's name; return its pid there too.
+    def start_program(self, name: str, command: list[str], log_path: Path, **env: str) -> PlacedService:
+        """Start a program, once nothing is ``awaited``, in a folder of the name that the launcher's has.
 
         Raises:
             LaunchError: there is no such program.
@@ -237,31 +254,19 @@ class Cluster:
         seat.address = None
         call = seat.host.start_program.remote(name, command, os.getcwd(), env)
         pid = _answer(call, f"the node starts {name}", _CALL_SECONDS)
-        return PlacedService(name, os.getpid(), log_path, host=seat.host), pid or 0
+        return PlacedService(name, pid or 0, log_path, host=seat.host)
 
     def close(self) -> None:
         """Give the nodes back; whatever still runs there ends."""
         for seat in self._seats.values():
             ray.kill(seat.host)
-        for group in {seat.group.id: seat.group for seat in self._seats.values()}.values():
+        for group in self._groups:
             remove_placement_group(group)
         ray.shutdown()
 
 
 def _resources(launch: SGLangLaunch) -> dict[str, float]:
     return {"CPU": 1.0, **({"GPU": float(launch.gpus)} if uses_gpu(launch) else {})}
-
-
-def _host(seat: _Seat) -> Any:
-    return (
-        ray.remote(Host)
-        .options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(seat.group, seat.bundle),
-            num_cpus=seat.resources["CPU"],
-            num_gpus=seat.resources.get("GPU", 0),
-        )
-        .remote()
-    )
 
 
 def _answer(call: Any, what: str, timeout: float) -> Any:

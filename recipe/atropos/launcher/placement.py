@@ -1,9 +1,7 @@
 """Where servers and environments run; which GPUs the servers get, and whether there are enough."""
 
-import ipaddress
 import math
 import os
-import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,8 +12,9 @@ from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python
 from recipe.atropos.utils.gpus import visible_gpus
-from recipe.atropos.utils.hosts import is_this_host, joins_cluster
+from recipe.atropos.utils.hosts import is_this_host, joins_cluster, reachable
 from recipe.atropos.utils.machine import gpu_memory
+from recipe.atropos.utils.private_process import is_loopback
 
 # Share of a GPU for a colocated server's weights and KV cache. SGLang's default, nearly the whole GPU, would leave no
 # room for the trainer's weights and optimizer moments. Source: docs/models.md.
@@ -100,8 +99,7 @@ def check_environments_placement(config: DictConfig, specs: Iterable[Environment
     if placed.python is not None:
         raise ConfigurationError(f"{key}: other nodes do not prepare {placed.key}.python; leave one of them out")
     for name, host in {"api.host": config.api.host, "inference.host": config.inference.host}.items():
-        address = ipaddress.ip_address(socket.gethostbyname(host))
-        if address.is_loopback or address.is_unspecified:
+        if is_loopback(reachable(host)):
             raise ConfigurationError(
                 f"{name}={host} with {key}: other nodes do not reach it; set {name} to this machine's address on the "
                 "network of the cluster"

@@ -27,7 +27,7 @@ from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
-from recipe.atropos.utils.process import Service, start_service, start_time
+from recipe.atropos.utils.process import LocalService, Service, start_service, start_time
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
 from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
@@ -265,7 +265,12 @@ class Run:
         return trainer is not None and trainer.poll() == 0
 
     def _write_listing(self, ending: bool = False) -> None:
-        running = [(s.name, s.pid, s.url, str(s.log_path)) for s in self.services.values() if s.poll() is None]
+        # What Ray has placed is not of this machine, and ends with the launcher.
+        running = [
+            (s.name, s.pid if isinstance(s, LocalService) else os.getpid(), s.url, str(s.log_path))
+            for s in self.services.values()
+            if s.poll() is None
+        ]
         if running:
             running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.files.log(LAUNCHER))))
         listing = {

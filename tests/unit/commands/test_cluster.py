@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from recipe.atropos.commands.cluster import job
+from recipe.atropos.launcher.cluster_check import _selects
 
 OPTIONS = ["preset=demo", "run.name=a b", "trainer.nnodes=2"]
 
@@ -25,6 +26,22 @@ def test_cluster_jobs_train_with_the_options_on_all_nodes(kind):
         script, nodes = text, int(text.split("#SBATCH --nodes=")[1].split()[0])
     assert nodes == 3 and "--nodes 3 --wait 600" in script and shlex.join(OPTIONS) in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "selects"),
+    [
+        ("eth", True),
+        ("ib0", True),
+        ("^lo,docker0", True),
+        ("=eth0", True),
+        ("=eth", False),
+        ("lo", False),
+        ("^eth,ib", False),
+    ],
+)
+def test_cluster_check_reads_interfaces_as_nccl_does(value, selects):
+    assert _selects(value, {"eth0", "ib0"}) == selects
 
 
 def test_cluster_check_of_no_cluster_is_refused(monkeypatch, capsys):

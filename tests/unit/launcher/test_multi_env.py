@@ -1,6 +1,7 @@
 """Several environments in one run: what the configuration may say, and what is counted of one that is given up."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -134,27 +135,39 @@ def end(service):
     service.process.wait(10)
 
 
-def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys):
+def no_node():
+    raise ConfigurationError("Ray has no node for it")
+
+
+@pytest.mark.parametrize(
+    ("limit", "awaited", "why"),
+    [
+        (0, lambda: "", "ended once more after 0 restarts (environments.x.max_restarts)"),
+        (1, no_node, "Ray has no node for it"),
+    ],
+)
+def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys, limit, awaited, why):
     """The run ends with the last one."""
     run = run_of(None, tmp_path)
     command = [sys.executable, "-c", "print('its last words', flush=True); import time; time.sleep(100)"]
     try:
         for name in ("environment-a", "environment-b"):
             run.start(name, command)
-            policy = RestartPolicy(None, 0, "environment", key="environments.x.max_restarts", optional=True)
-            run.restart_policies[name] = policy
+            run.restart_policies[name] = RestartPolicy(
+                None, limit, "environment", awaited=awaited, key="environments.x.max_restarts", optional=True
+            )
         a, b = run.services.values()
         while "words" not in a.tail():
             time.sleep(0.05)
         end(a)
         run.check()
         said = capsys.readouterr().out
-        assert "environment-a ended once more after 0 restarts (environments.x.max_restarts), abandoned" in said
+        assert f"environment-a {why}, abandoned" in said
         assert (
             "its last words" in said and list(run.services) == ["environment-b"] and run.abandoned == {"environment-a"}
         )
         end(b)
-        with pytest.raises(ServiceFailed, match="environment-b: ended once more after 0 restarts"):
+        with pytest.raises(ServiceFailed, match=re.escape(f"environment-b: {why}")):
             run.check()
     finally:
         run.stop()
@@ -204,7 +217,7 @@ def test_a_process_number_used_again_is_not_registered(tmp_path):
     append_line(report, {"registered": 3, "pid": 7})
     state = _State(None, 0, LineReader(report))
     state.read()
-    state.service, state.process = SimpleNamespace(poll=lambda: None), 7
+    state.service = SimpleNamespace(pid=7, poll=lambda: None)
     state.read()
     assert state.registrations == [(7, 3)] and not state.is_registered
     append_line(report, {"registered": 4, "pid": 7})
