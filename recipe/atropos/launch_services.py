@@ -208,14 +208,20 @@ def prepare_run(plan: RunPlan) -> None:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """While the block runs, SIGTERM ends it as Ctrl-C does."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_IGN:
+    """While the block runs, SIGTERM ends it as Ctrl-C does, and SIGUSR1 as a preemption."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    if before[signal.SIGTERM] is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGUSR1, _preempt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _preempt(*_: object) -> None:
+    raise Preempted("SIGUSR1, before the services were started; the same command continues")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ class RayGRPOAtroposTrainer:
         self.timing_raw: dict[str, float] = {}
         self.global_steps, self._longest_step = 0, 0.0
         self.preempted = False  # by SIGUSR1: the step that is being trained is the last, and is saved
+        self._saved_step = 0
 
     def init_workers(self) -> None:
         """Start the actor's ranks under Ray, load the model, and find the servers to which its weights are pushed."""
@@ -137,6 +138,7 @@ class RayGRPOAtroposTrainer:
         """One update of the policy."""
         self.metrics, self.timing_raw = {"training/global_step": self.global_steps}, {}
         self.actor.deadline = math.inf  # the wait for a batch may be longer than the step timeout
+        self._end_if_preempted()
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
             batch = self._next_batch()
@@ -151,11 +153,8 @@ class RayGRPOAtroposTrainer:
             self._write_rollouts(batch)
         self._collect_metrics(batch)
         self._log_step()
-        preempted = self.preempted  # after this, by the next step
-        self._save_if_due(preempted)
+        self._save_if_due()
         self.record.write_summary()  # a step whose checkpoint could not be saved is not reported
-        if preempted and not self._is_last_step:
-            raise Preempted(f"SIGUSR1: ends after step {self.global_steps}; the same command continues")
 
     @property
     def _is_last_step(self) -> bool:
@@ -177,7 +176,7 @@ class RayGRPOAtroposTrainer:
         counts, fetched, empty, batch = Counter(), 0, 0, None
         while batch is None:
             with marked_timer("wait", self.timing_raw), self.record.waiting():
-                number, groups = self.data_source.next_batch(self._poll_servers)
+                number, groups = self.data_source.next_batch(self._poll_without_batch)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
                 batch, report = self._batch_of(groups, versions)
@@ -240,6 +239,18 @@ class RayGRPOAtroposTrainer:
         """Update servers while waiting: no batch can come if they wait for weights, or serve their initial weights."""
         self.record.still_waiting()
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
+
+    def _poll_without_batch(self) -> None:
+        self._end_if_preempted()
+        self._poll_servers()
+
+    def _end_if_preempted(self) -> None:
+        """If SIGUSR1 asked for the end, save the last trained step; this one has no batch yet. Raises Preempted."""
+        if self.preempted:
+            self.global_steps -= 1
+            if self.config.trainer.save_freq > 0 and self.global_steps != self._saved_step:
+                self._save_checkpoint()
+            raise Preempted(f"SIGUSR1: ends after step {self.global_steps}; the same command continues")
 
     def _await_evaluation(self) -> None:
         """Wait until the launcher has evaluated weights that are due for evaluation and that this step replaces.
@@ -395,7 +406,7 @@ class RayGRPOAtroposTrainer:
         folder = self.checkpoints.to_resume(trainer)
         if folder is None:
             return
-        self.global_steps = step_of(folder)
+        self.global_steps = self._saved_step = step_of(folder)
         logger.warning("resuming from %s", folder)
         state = load_verified(folder, "data.pt")
         self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
@@ -411,16 +422,17 @@ class RayGRPOAtroposTrainer:
         with self.checkpoints.saving(self.global_steps, keep, *about) as folder:
             digests |= self.actor.save(folder, self.global_steps)
             save_state(folder / "data.pt", self.record.state_dict())
+        self._saved_step = self.global_steps
         self.data_source.commit(self.checkpoints.oldest_batch())
 
-    def _save_if_due(self, preempted: bool) -> None:
-        """Save every ``save_freq`` steps, after the last, and before the machine's end (SIGUSR1, or verl's ESI)."""
+    def _save_if_due(self) -> None:
+        """Save every ``save_freq`` steps, after the last, and before the machine's end that verl knows of (ESI)."""
         trainer = self.config.trainer
         self._longest_step = max(self._longest_step, self.timing_raw["step"])
         if trainer.save_freq <= 0:
             return
         ends_soon = should_save_ckpt_esi(self._longest_step, redundant_time=trainer.esi_redundant_time)
-        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon or preempted:
+        if self._is_last_step or self.global_steps % trainer.save_freq == 0 or ends_soon:
             with marked_timer("save_checkpoint", self.timing_raw):
                 self._save_checkpoint()
         self.record.add_seconds("save", self.timing_raw.get("save_checkpoint", 0.0))

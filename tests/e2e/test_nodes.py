@@ -59,6 +59,11 @@ class Launched:
     def reach(self, step, within=240):
         until(lambda: any(line["step"] >= step for line in read_metrics(self.run)), within, self)
 
+    def trains_nothing_for(self, seconds):
+        before = len(list(read_metrics(self.run)))
+        time.sleep(seconds)
+        return len(list(read_metrics(self.run))) == before
+
     def own_processes(self):
         """Those of the run, not of Ray."""
         living = (process for node in self.cluster.nodes for process in self.cluster.processes(node))
@@ -100,11 +105,17 @@ def test_nodes_lost_with_server_and_rank_lose_no_batch(cluster, tmp_path):
 
 
 def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
-    """SIGUSR1: the step that is trained is saved, nothing is left; the same command continues, each batch once."""
+    """SIGUSR1, as it waits for a batch: the last step is saved, nothing is left; the same command continues, each
+    batch once.
+    """
     options = ["environment.evaluate=false", "trainer.logger=[console]", "trainer.save_freq=100"]
     with Cluster(tmp_path, [0, 1, 1]) as cluster:
         launched = Launched(cluster, tmp_path, "--steps", "60", *options)
         launched.reach(3)
+        for process in cluster.processes(0):
+            if "recipe.atropos.utils.env_adapter" in process.cmdline():
+                process.suspend()
+        until(lambda: launched.trains_nothing_for(8.0), 120, launched)
         launched.process.send_signal(signal.SIGUSR1)
         assert launched.process.wait(120) == RECOVERABLE, launched.tail(60)
         until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))

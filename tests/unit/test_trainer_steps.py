@@ -13,7 +13,7 @@ from recipe.atropos import fsdp_workers
 from recipe.atropos.algorithm.advantages import RunningMoments
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.errors import ConfigurationError, NothingToTrain
+from recipe.atropos.errors import ConfigurationError, NothingToTrain, Preempted
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run.record import RunRecord, read_metrics
 from recipe.atropos.workers.actor import _without_padding
@@ -113,6 +113,17 @@ def test_empty_batches_end_the_run_with_reasons_by_environment(trainer):
     with pytest.raises(NothingToTrain, match="gsm8k_0: stale 4; unknown: future_version 2") as ended:
         trainer._next_batch()
     assert "trainer.atropos.max_empty_batches=2 batches in a row had nothing to train on" in str(ended.value)
+
+
+@pytest.mark.parametrize("saved", [POLICY, POLICY - 1])
+def test_a_trainer_preempted_as_it_waits_saves_its_last_step(trainer, saved):
+    steps = []
+    trainer.preempted, trainer._saved_step = True, saved
+    trainer._save_checkpoint = lambda: steps.append(trainer.global_steps)
+    trainer.data_source = SimpleNamespace(next_batch=lambda poll: poll())
+    with pytest.raises(Preempted, match=f"ends after step {POLICY};"):
+        trainer._next_batch()
+    assert steps == [POLICY][saved == POLICY :] and trainer.record.totals.batches == 0
 
 
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):

@@ -46,8 +46,8 @@ def job(kind: str, nodes: int, overrides: Sequence[str]) -> str:
         "NODES": str(nodes),
         "OTHERS": str(nodes - 1),
         "OPTIONS": shlex.join(overrides),
-        "PYTHON": sys.executable,
-        "FOLDER": str(Path.cwd()),
+        "PYTHON": shlex.quote(sys.executable),
+        "FOLDER": shlex.quote(str(Path.cwd())),
     }
     for name, value in values.items():
         template = template.replace(f"<{name}>", value)

@@ -4,12 +4,9 @@ An actor on each node says what is there, writes into the run's folder and conne
 names the node and the fix.
 """
 
-import contextlib
 import fcntl
-import importlib.metadata as metadata
 import ipaddress
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -28,10 +25,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from recipe.atropos.errors import AtroposError, LaunchError
+from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.utils.machine import versions_in
 
-TRAINER, SGLANG = ("torch", "verl", "ray", "atroposlib", "transformers"), ("torch", "sglang", "transformers")
+SGLANG = ("torch", "sglang", "transformers")
 _SECONDS = 120.0  # for the nodes' answers
 _APART_SECONDS = 2.0  # between two clocks
 _LEAST_FILES = 4096
@@ -77,10 +75,7 @@ class Probe:
         )
 
     def _versions(self) -> dict[str, str | None]:
-        own: dict[str, str | None] = {"python": platform.python_version()}
-        for name in TRAINER:
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                own[name] = metadata.version(name)
+        own: dict[str, str | None] = dict(installed_versions(self._python))
         try:
             found = versions_in(sglang_python(self._python), SGLANG)
         except LaunchError:
@@ -204,7 +199,10 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
             for name, version in head.versions.items()
             if node.versions.get(name) != version
         ]
-        yield Finding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
+        told = f"{'; '.join(differ)}: install the same there" if differ else ""
+        if node.versions["SGLang's sglang"] is None:
+            told = "no interpreter has SGLang: build its environment there, or name one (inference.python)"
+        yield Finding("versions", address, told)
         told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
         yield Finding("open files", address, told if node.files < _LEAST_FILES else "")
         taken = [

@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
+from ray._private import auto_init_hook
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from recipe.atropos.errors import AtroposError, ConfigurationError, LaunchError
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
 from recipe.atropos.utils.files import bound_log
+from recipe.atropos.utils.gpus import nccl_variables
 from recipe.atropos.utils.hosts import interface_variables
 from recipe.atropos.utils.local_ray import start_ray
 from recipe.atropos.utils.process import LocalService, Service, free_port, start_service
@@ -65,7 +67,10 @@ class Host:
         return self._service.pid
 
     def start_program(self, name: str, command: list[str], folder: str, env: Mapping[str, str]) -> int:
-        """Start a program in a folder; return its pid. Raises ServiceFailed: there is no such program."""
+        """Start a program in a folder; return its pid. Raises ServiceFailed or LaunchError: there is no such one."""
+        if not os.path.isdir(folder):
+            here = ray.util.get_node_ip_address()
+            raise LaunchError(f"{name}: {folder}, where the launcher runs, is no folder of node {here}: have it there")
         log, variables = self._begin(name)
         self._service = start_service(name, command, log_path=log, env={**variables, **env}, cwd=folder)
         return self._service.pid
@@ -165,6 +170,7 @@ class _Seat:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, self.bundle),
                 num_cpus=self.resources["CPU"],
                 num_gpus=self.resources.get("GPU", 0),
+                runtime_env={"env_vars": nccl_variables()},  # the ranks' too, with which it exchanges weights
             )
             .remote()
         )
@@ -179,6 +185,7 @@ class Cluster:
     """
 
     def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch], programs: Collection[str]):
+        auto_init_hook.enable_auto_connect = False  # else a check that goes on after the end starts another Ray
         before = signal.getsignal(signal.SIGTERM)  # Ray sets its own, which would end this process at once
         start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
         signal.signal(signal.SIGTERM, before)
@@ -214,10 +221,12 @@ class Cluster:
             else:
                 return ""
         if time.monotonic() > seat.asked + self._timeout:
+            most = max(node["Resources"].get("GPU", 0) for node in ray.nodes())
             raise ConfigurationError(
                 f"Ray has no node for {name}, one of {len(self._seats)} services to place, which takes "
-                f"{seat.resources}, within inference.start_timeout={self._timeout:g} s; free are "
-                f"{ray.available_resources()}: lower inference.servers or environment.replicas, or add nodes"
+                f"{seat.resources} of one node, within inference.start_timeout={self._timeout:g} s; free are "
+                f"{ray.available_resources()}, on no node more than {most:g} GPUs: lower inference.servers, "
+                "inference.args.tp_size or environment.replicas, or add nodes"
                 f"{seat.lost and f' (lost before: {seat.lost})'}"
             )
         return "when Ray has a node for it"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from recipe.atropos.errors import ConfigurationError, Preempted, attempt_all
+from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, attempt_all
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import console
@@ -179,13 +179,13 @@ class Run:
 
         Raises:
             ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
-            Preempted: the trainer has ended as ``preempt`` asked.
+            Preempted: the trainer has ended as ``preempt`` asked, or by that signal as it started.
             FolderRemoved: the run's folder was removed, whatever may have made one there since.
         """
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
-        if self.preempted and (trainer is None or trainer.poll() not in (None, 0)):
+        if self.preempted and (trainer is None or trainer.poll() in (RECOVERABLE, -signal.SIGUSR1)):
             raise Preempted(f"{self.files.path}: SIGUSR1 has ended the run; the same command continues")
         for service in tuple(self.services.values()):
             status = service.poll()

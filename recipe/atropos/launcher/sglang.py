@@ -154,6 +154,7 @@ async def start_inference(run: Run) -> Inference:
     Raises:
         LaunchError: a server cannot be started as asked.
         ConfigurationError: the cluster has no room for what Ray places, or something is wrong with its nodes.
+        ServiceFailed, Preempted: as ``Run.check``, while Ray looks for nodes.
     """
     inference = plan_inference(run)
     servers = inference.servers if run.config.inference.placement == "ray" else {}
@@ -171,6 +172,7 @@ async def start_inference(run: Run) -> Inference:
         with progress(f"Ray looks for nodes for {', '.join([*servers, *programs])}"):
             for name in (*servers, *programs):
                 while run.cluster.awaited(name):
+                    run.check()
                     await asyncio.sleep(WATCH_SECONDS)
         for name, launch in servers.items():
             inference.servers[name] = run.cluster.placed(name, launch)
@@ -190,7 +192,7 @@ def _start_server(run: Run, inference: Inference, name: str) -> Service:
 
 def _restart_server(run: Run, inference: Inference, name: str) -> Service:
     """Start a server again: on its node, or on another one where that is lost. Then gateway and trainer, which know
-    servers by their URLs, are ended, and started again by their own policies.
+    servers by their URLs, are ended, and started again by their own policies, which do not count it.
     """
     if run.config.inference.placement == "ray":
         launch = run.cluster.placed(name, inference.servers[name])
@@ -199,6 +201,7 @@ def _restart_server(run: Run, inference: Inference, name: str) -> Service:
             run.complete.inference.urls = inference.urls
             for each in ("gateway", "trainer"):
                 run.services[each].stop(grace=0.0)
+                run.restart_policies[each].count -= 1
     return _start_server(run, inference, name)
 
 

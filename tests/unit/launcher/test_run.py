@@ -16,7 +16,9 @@ import pytest
 from helpers.disk import fill
 from helpers.runs import run_of
 from helpers.trainer import compose_config
+from recipe.atropos.errors import Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
+from recipe.atropos.launch_services import _sigterm_as_interrupt
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
@@ -308,6 +310,23 @@ def test_run_restarts_a_trainer_that_lost_a_process(run, ending, restarted):
     else:
         with pytest.raises(ServiceFailed, match="trainer: ended while the run needs it"):
             run.check()
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"), [("exit 75", Preempted), ("kill -USR1 $$", Preempted), ("exit 1", ServiceFailed)]
+)
+def test_run_that_is_preempted_fails_as_its_trainer_does(run, ending, error):
+    trainer = restartable(run, "trainer", ["bash", "-c", ending], kind="trainer", recovers=lambda status: False)
+    trainer.process.wait(20)
+    run.preempt()
+    with pytest.raises(error):
+        run.check()
+
+
+def test_run_that_is_preempted_before_its_services_can_go_on():
+    with pytest.raises(Preempted, match="before the services were started"), _sigterm_as_interrupt():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_run_restarts_the_api_also_once_training_is_done(run):
