@@ -179,13 +179,14 @@ class Run:
 
         Raises:
             ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
-            Preempted: the trainer has ended as ``preempt`` asked, or by that signal as it started.
+            Preempted: the trainer has ended as ``preempt`` asked, or was killed after that.
             FolderRemoved: the run's folder was removed, whatever may have made one there since.
         """
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
-        if self.preempted and (trainer is None or trainer.poll() in (RECOVERABLE, -signal.SIGUSR1)):
+        status = RECOVERABLE if trainer is None else trainer.poll()
+        if self.preempted and status is not None and (status == RECOVERABLE or status < 0):
             raise Preempted(f"{self.files.path}: SIGUSR1 has ended the run; the same command continues")
         for service in tuple(self.services.values()):
             status = service.poll()

@@ -313,7 +313,8 @@ def test_run_restarts_a_trainer_that_lost_a_process(run, ending, restarted):
 
 
 @pytest.mark.parametrize(
-    ("ending", "error"), [("exit 75", Preempted), ("kill -USR1 $$", Preempted), ("exit 1", ServiceFailed)]
+    ("ending", "error"),
+    [("exit 75", Preempted), ("kill -USR1 $$", Preempted), ("kill -9 $$", Preempted), ("exit 1", ServiceFailed)],
 )
 def test_run_that_is_preempted_fails_as_its_trainer_does(run, ending, error):
     trainer = restartable(run, "trainer", ["bash", "-c", ending], kind="trainer", recovers=lambda status: False)
