@@ -153,9 +153,9 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 view = LiveView(console, run.files.path, "Ctrl-C stops the run") if shown else contextlib.nullcontext()
                 with bounded_logs(run.files.logs), view:
                     asyncio.run(launch(run))
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except (KeyboardInterrupt, asyncio.CancelledError) as stopped:
         console.print("[bold]stopped[/] the same command resumes the run")
-        return 130
+        return RECOVERABLE if isinstance(stopped, _EarlyPreemption) else 130
     except Exception as error:
         if (message := expected_failure(error)) is None:
             raise
@@ -220,8 +220,12 @@ def _sigterm_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _EarlyPreemption(KeyboardInterrupt):
+    """SIGUSR1 before the services are started."""
+
+
 def _preempt(*_: object) -> None:
-    raise Preempted("SIGUSR1, before the services were started; the same command continues")
+    raise _EarlyPreemption
 
 
 if __name__ == "__main__":

@@ -141,8 +141,8 @@ class RayGRPOAtroposTrainer:
         self._end_if_preempted()
         with marked_timer("step", self.timing_raw):
             self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
-            batch = self._next_batch()
             self._await_evaluation()
+            batch = self._next_batch()
             self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
             self.checkpoint_manager.offload_servers()
             self._compute_log_probs(batch)
@@ -176,7 +176,7 @@ class RayGRPOAtroposTrainer:
         counts, fetched, empty, batch = Counter(), 0, 0, None
         while batch is None:
             with marked_timer("wait", self.timing_raw), self.record.waiting():
-                number, groups = self.data_source.next_batch(self._poll_without_batch)
+                number, groups = self.data_source.next_batch(self._poll_servers)
                 fetched += len(groups)
             with marked_timer("convert", self.timing_raw):
                 batch, report = self._batch_of(groups, versions)
@@ -237,12 +237,9 @@ class RayGRPOAtroposTrainer:
 
     def _poll_servers(self) -> None:
         """Update servers while waiting: no batch can come if they wait for weights, or serve their initial weights."""
+        self._end_if_preempted()
         self.record.still_waiting()
         self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
-
-    def _poll_without_batch(self) -> None:
-        self._end_if_preempted()
-        self._poll_servers()
 
     def _end_if_preempted(self) -> None:
         """If SIGUSR1 asked for the end, save the last trained step; this one has no batch yet. Raises Preempted."""

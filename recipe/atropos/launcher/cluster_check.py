@@ -194,15 +194,15 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
         else:
             told = f"{', '.join(wrong)}, and {address} is on {own}: leave it out before ray start" if wrong else ""
         yield Finding("interface", address, told)
+        unknown = {"recipe (commit)"} - node.versions.keys()  # without git there
         differ = [
             f"{name} {node.versions.get(name)}, here {version}"
             for name, version in head.versions.items()
-            if node.versions.get(name) != version
+            if name not in unknown and node.versions.get(name) != version
         ]
-        told = f"{'; '.join(differ)}: install the same there" if differ else ""
         if node.versions["SGLang's sglang"] is None:
-            told = "no interpreter has SGLang: build its environment there, or name one (inference.python)"
-        yield Finding("versions", address, told)
+            differ.append("no interpreter with SGLang starts (inference.python)")
+        yield Finding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
         told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
         yield Finding("open files", address, told if node.files < _LEAST_FILES else "")
         taken = [

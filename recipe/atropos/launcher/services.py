@@ -60,6 +60,7 @@ class RestartPolicy:
     key: str = "inference.max_restarts"
     optional: bool = False
     count: int = 0
+    moved: bool = False  # it was ended, for a server that has moved; its restart does not count
     soon: int = 0  # how often in a row it ended soon after a restart
     since: float = field(default_factory=time.monotonic)  # of the last start
     delayed_until: float | None = None  # while a restart waits
@@ -186,8 +187,8 @@ class Run:
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
         status = RECOVERABLE if trainer is None else trainer.poll()
-        if self.preempted and status is not None and (status == RECOVERABLE or status < 0):
-            raise Preempted(f"{self.files.path}: SIGUSR1 has ended the run; the same command continues")
+        if status is not None and (status == RECOVERABLE or status < 0):
+            self.check_preempted()
         for service in tuple(self.services.values()):
             status = service.poll()
             if status is None or (service.name == "trainer" and status == 0):
@@ -196,6 +197,11 @@ class Run:
                 self._drop_after_training(service)
             else:
                 self._restart(service)
+
+    def check_preempted(self) -> None:
+        """Raise Preempted if the run was preempted; called where no trainer runs."""
+        if self.preempted:
+            raise Preempted(f"{self.files.path}: SIGUSR1 has ended the run; the same command continues")
 
     def preempt(self) -> None:
         """Let the trainer end after the step that it trains, with a checkpoint, and the run with it."""
@@ -210,7 +216,7 @@ class Run:
             raise service.failure("ended while the run needs it")
         announced = policy.delayed_until is not None
         delay = policy.delay()
-        if policy.count >= policy.limit:
+        if policy.count >= policy.limit and not policy.moved:
             self._abandon(service, policy, f"ended once more after {policy.count} restarts ({policy.key})")
             return
         service.stop()
@@ -226,7 +232,8 @@ class Run:
                 console.print(note, soft_wrap=True)
             return
         policy.delayed_until = None
-        policy.count += 1
+        policy.count += not policy.moved
+        policy.moved = False
         self.add(policy.start())
         policy.since = time.monotonic()
         where = f" at {service.url}" if service.url else ""

@@ -200,8 +200,8 @@ def _restart_server(run: Run, inference: Inference, name: str) -> Service:
             inference.servers[name] = launch
             run.complete.inference.urls = inference.urls
             for each in ("gateway", "trainer"):
+                run.restart_policies[each].moved |= run.services[each].poll() is None
                 run.services[each].stop(grace=0.0)
-                run.restart_policies[each].count -= 1
     return _start_server(run, inference, name)
 
 

@@ -64,7 +64,12 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
 
 
 def _start_trainer(run: Run) -> Service:
-    """Start the trainer from the newest checkpoint of this start; if it has saved none, as it is configured."""
+    """Start the trainer from the newest checkpoint of this start; if it has saved none, as it is configured.
+
+    Raises:
+        Preempted: the run has ended meanwhile.
+    """
+    run.check_preempted()
     checkpoints = Checkpoints(run.config.trainer.default_local_dir).whole()
     if any(folder.stat().st_mtime > run.started for folder in checkpoints):
         run.complete.trainer.resume_mode, run.complete.trainer.resume_from_path = "auto", None
