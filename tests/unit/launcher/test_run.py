@@ -110,6 +110,18 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
         run.check()
 
 
+def test_a_restart_for_a_server_that_moved_does_not_count(run, capsys):
+    restartable(run, "gateway", limit=0)
+    run.check()
+    run.restart_policies["gateway"].moved = True
+    end(run.services["gateway"])
+    run.check()
+    assert run.services["gateway"].poll() is None and "0 of 0 restarts" in capsys.readouterr().out
+    end(run.services["gateway"])
+    with pytest.raises(ServiceFailed, match="ended once more after 0 restarts"):
+        run.check()
+
+
 def test_a_restart_that_held_is_forgotten(run, monkeypatch):
     """The delays double only while a service keeps ending soon."""
     policy, delays = RestartPolicy(lambda: None, 3, "api"), []
