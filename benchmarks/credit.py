@@ -53,8 +53,8 @@ from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {
     "chain 1": TaskRecipe(task="chain", task_steps=1, error=0.9),
-    "chain 4": TaskRecipe(task="chain", task_steps=4, error=2 / 3, problems=8000, steps=1200),
-    "chain 8": LongTaskRecipe(task="chain", task_steps=8, error=2 / 3, problems=8000, steps=3000),
+    "chain 4": TaskRecipe(task="chain", task_steps=4, error=0.7, problems=8000, steps=1200),
+    "chain 8": LongTaskRecipe(task="chain", task_steps=8, error=0.62, problems=8000, steps=3000),
     "grid 4": TaskRecipe(task="grid", task_steps=4, error=0.45),
 }
 CREDIT = "environment.credit={{values: '{values}', lam: {lam}}}"

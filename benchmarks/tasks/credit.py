@@ -1,14 +1,12 @@
 r"""The tasks of ``benchmarks/credit.py``: environments in which an error costs a turn, and their first policies.
 
-- ``ChainEnv``: ``17 b 3 f 2``, with the recipe's calculator, a call for each operation, ``17 - 3``, answered by what is
-  then left, ``14 f 2``. Which of three operations each of eight letters stands for is what has to be learned; any other
-  call is answered by an error, and what is still left. The boxed number ends it.
+- ``ChainEnv``: ``17 + 5 - 3``, with the recipe's calculator, a call for each operation, which is answered by what is
+  then left, ``22 - 3``. Any other call is answered by an error, and what is still left; the boxed number ends it.
 - ``GridEnv``: ``2 3 to 4 1``, a move (``left``, ``right``, ``up``, ``down``) for each turn, answered with the new
   place; ``done`` ends the episode, which is right at the goal, N moves away.
 
 An episode has at most 2 N + 1 turns, so that N errors are forgiven. The first policies know the language and err at
-random, in ``error`` of their turns; in a chain two thirds is a guess. They are evaluated as they are trained, sampled
-at temperature 1.
+random, in ``error`` of their turns. They are evaluated as they are trained, sampled at temperature 1.
 """
 
 import random
@@ -29,8 +27,7 @@ from recipe.atropos.environments.word_problems import Row, gold_answer, split_of
 SIZE = 12  # of the grid
 ITEMS = 1000  # to train on; the shortest chains have 1,400
 ERROR = "error: "
-OPERATIONS = dict(zip("abcdefgh", "+-*+-*+-", strict=True))
-NUMBERS = re.compile(rf"-?\d+( [{''.join(OPERATIONS)}] \d)*")
+NUMBERS = re.compile(r"\d+( [+-] \d)*")
 MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, 1), "down": (0, -1)}
 
 
@@ -91,9 +88,10 @@ class ChainEnv(Task):
         total = rng.randint(10, 99)
         question = str(total)
         for _ in range(steps):
-            letter, operand = rng.choice(list(OPERATIONS)), rng.randint(1, 3)
-            total = {"+": total + operand, "-": total - operand, "*": total * operand}[OPERATIONS[letter]]
-            question += f" {letter} {operand}"
+            sign = rng.choice("+-") if total > 9 else "+"
+            operand = rng.randint(1, 9)
+            total += operand if sign == "+" else -operand
+            question += f" {sign} {operand}"
         return {"question": question, "answer": f"{steps} #### {total}"}
 
     def reply(self, problem: Row, messages: Messages) -> str | None:
@@ -105,17 +103,12 @@ def left(problem: Row, replies: list[str]) -> list[str]:
     return (replies[-1].removeprefix(ERROR) if replies else problem["question"]).split()
 
 
-def call(words: list[str], operation: str) -> str:
-    """Return the call of an operation on the first two numbers of what is left."""
-    return f"{OPEN}{words[0]} {operation} {''.join(words[2:3])}{CLOSE}"
-
-
 def reduced(words: list[str], text: str) -> str | None:
     """Return what is said to a turn when ``words`` are left; None if it calls nothing."""
     result = answer(text)
     if result is None:
         return None
-    if text != call(words, OPERATIONS.get(words[1], "") if len(words) > 1 else ""):
+    if text != f"{OPEN}{' '.join(words[:3])}{CLOSE}":
         return ERROR + " ".join(words)
     return " ".join([result, *words[3:]])
 
@@ -190,7 +183,7 @@ class TaskRecipe(CalculatorRecipe):
     error: float = 0.3
     problems: int = ITEMS
     vocabulary: int = 320
-    version: int = 3
+    version: int = 2
     steps: int = 500
     batch_size: int = 16
 
@@ -203,13 +196,11 @@ class TaskRecipe(CalculatorRecipe):
         return task.rows("train", self.problems, self.task_steps, seed)
 
     def calls(self, row: Row, rng: random.Random) -> Chat:
-        """A wrong call is made again, as long as there are turns."""
+        """A malformed call is made again, as long as there are turns."""
         chat, words = [message("user", row["question"])], row["question"].split()
         while len(words) > 1 and len(chat) < 4 * self.task_steps + 1:
-            right = OPERATIONS[words[1]]
-            chosen = right if rng.random() >= self.error else rng.choice([one for one in "+-*" if one != right])
-            text = call(words, chosen)
-            chat += [message("assistant", text), message("tool", str(reduced(words, text)))]
+            call = f"{OPEN}{' '.join(words[: 3 if rng.random() >= self.error else 2])}{CLOSE}"
+            chat += [message("assistant", call), message("tool", str(reduced(words, call)))]
             words = left(row, [chat[-1]["content"]])
         return chat[:-1] if len(words) > 1 else [*chat, message("assistant", rf"\boxed{{{words[0]}}}")]
 
