@@ -5,8 +5,9 @@ r"""The tasks of ``benchmarks/credit.py``: environments in which an error costs 
 - ``GridEnv``: ``2 3 to 4 1``, a move (``left``, ``right``, ``up``, ``down``) for each turn, answered with the new
   place; ``done`` ends the episode, which is right at the goal, N moves away.
 
-An episode has at most 2 N + 1 turns, so that N errors are forgiven. The first policies know the language and err at
-random, in ``error`` of their turns. They are evaluated as they are trained, sampled at temperature 1.
+An episode has at most N + 1 turns, so one error costs the outcome, though what follows it may be right. The first
+policies know the language and err at random, in ``error`` of their turns. They are evaluated as they are trained,
+sampled at temperature 1: what they do most often is right from the beginning.
 """
 
 import random
@@ -124,9 +125,9 @@ def reached(steps: int, missing: int, turns: int) -> float:
     """Return what was reached after ``turns``, from -1 at the beginning up to 1.
 
     It is -1 too as soon as the episode is lost, because more steps are missing than there are turns for them. Else the
-    episode's last turn, right or not, would be blamed for the outcome.
+    episode's last turn, right or not, would be blamed for the outcome, and its noise would exceed all other.
     """
-    return -1.0 if missing > 2 * steps - turns else 2 * (steps - missing) / (steps + 1) - 1
+    return -1.0 if missing > steps - turns else 2 * turns / (steps + 1) - 1
 
 
 class GridEnv(Task):
@@ -183,7 +184,6 @@ class TaskRecipe(CalculatorRecipe):
     error: float = 0.3
     problems: int = ITEMS
     vocabulary: int = 320
-    version: int = 2
     steps: int = 500
     batch_size: int = 16
 
@@ -196,13 +196,13 @@ class TaskRecipe(CalculatorRecipe):
         return task.rows("train", self.problems, self.task_steps, seed)
 
     def calls(self, row: Row, rng: random.Random) -> Chat:
-        """A malformed call is made again, as long as there are turns."""
+        """A malformed call is made again; the chain never ends because of it."""
         chat, words = [message("user", row["question"])], row["question"].split()
-        while len(words) > 1 and len(chat) < 4 * self.task_steps + 1:
+        while len(words) > 1:
             call = f"{OPEN}{' '.join(words[: 3 if rng.random() >= self.error else 2])}{CLOSE}"
             chat += [message("assistant", call), message("tool", str(reduced(words, call)))]
             words = left(row, [chat[-1]["content"]])
-        return chat[:-1] if len(words) > 1 else [*chat, message("assistant", rf"\boxed{{{words[0]}}}")]
+        return [*chat, message("assistant", rf"\boxed{{{words[0]}}}")]
 
     def moves(self, row: Row, rng: random.Random) -> Chat:
         chat, (x, y) = [message("user", row["question"])], place(row, [])
