@@ -386,4 +386,4 @@ async def test_squat_of_a_dead_server_gets_no_key(client, stub):
         await client.admit(stub)
         await client.until(lambda: not client.pool.admitted)
         assert "/model_info" in (await client.status())["servers"][0]["last_error"]
-    assert len(sent) >= 3 and KEY not in str(sent)
+    assert len(sent) >= 2 and KEY not in str(sent)  # it is killed, and may not have told of the last
