@@ -129,27 +129,6 @@ def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     return config
 
 
-def complete_config(
-    composed: DictConfig, config: DictConfig, directory: Path, addresses: Mapping[str, Any] | None = None
-) -> DictConfig:
-    """Return ``config``, which is ``composed`` resolved, with what the launcher has decided since.
-
-    That is the folder of the run and of the model, how many servers there are and whether they share the
-    trainer's GPUs, and ``addresses`` by key.
-
-    Raises:
-        ConfigurationError: as ``load_config``.
-    """
-    decided = {
-        "run.dir": str(directory),
-        "actor_rollout_ref.model.path": config.actor_rollout_ref.model.path,
-        "inference.colocated": bool(config.inference.colocated),
-        "inference.servers": config.inference.servers,
-        **(addresses or {}),
-    }
-    return resolved(with_values(composed, decided))
-
-
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
     """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema."""
     return compose_values(given_values(overrides), tell)

@@ -8,9 +8,7 @@ import fcntl
 import ipaddress
 import os
 import resource
-import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -27,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import sglang_python
-from recipe.atropos.utils.machine import versions_in
+from recipe.atropos.utils.machine import nvidia_smi, versions_in
 
 SGLANG = ("torch", "sglang", "transformers")
 _SECONDS = 120.0  # for the nodes' answers
@@ -71,7 +69,7 @@ class Probe:
             files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             interfaces={each.address: name for name, addresses in nics for each in addresses},
             chosen={name: os.environ[name] for name in variables if name in os.environ},
-            gpu_memory=_gpu_memory(),
+            gpu_memory=[int(used) for (used,) in nvidia_smi("gpu", "memory.used") if used.isdigit()],
         )
 
     def _versions(self) -> dict[str, str | None]:
@@ -113,17 +111,6 @@ class Probe:
         except OSError as error:
             return str(error)
         return "it could be locked, although the head holds the lock"
-
-
-def _gpu_memory() -> list[int]:
-    if (program := shutil.which("nvidia-smi")) is None:
-        return []
-    query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS / 2, check=True).stdout
-        return [int(line) for line in listed.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
 
 
 def wait_for_nodes(nodes: int, seconds: float) -> list[Finding]:

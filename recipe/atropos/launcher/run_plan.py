@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from recipe.atropos.checkpoint.start_from import Start
 from recipe.atropos.config.compose import (
     LAUNCHER_KEYS,
-    complete_config,
     compose_config,
     differences,
     given_keys,
@@ -57,8 +56,22 @@ class RunPlan:
         return differences(self.composed, shipped(None))
 
     def complete(self, addresses: Mapping[str, Any] | None = None) -> DictConfig:
-        """Return the trainer's configuration, with ``addresses`` of services by key."""
-        return complete_config(self.composed, self.config, self.files.path, addresses)
+        """Return the trainer's configuration: what was composed, with what the launcher has decided since.
+
+        That is the folder of the run and of the model, how many servers there are and whether they share the
+        trainer's GPUs, and ``addresses`` of services by key.
+
+        Raises:
+            ConfigurationError: as ``load_config``.
+        """
+        decided = {
+            "run.dir": str(self.files.path),
+            "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
+            "inference.colocated": bool(self.config.inference.colocated),
+            "inference.servers": self.config.inference.servers,
+            **(addresses or {}),
+        }
+        return resolved(with_values(self.composed, decided))
 
 
 def plan_run(overrides: list[str]) -> RunPlan:
