@@ -138,7 +138,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
     """Check, start, train, end; return the exit status. ``detach`` is called once all checks have passed."""
     console.is_interactive = not arguments.plain
     try:
-        with _sigterm_as_interrupt():
+        with _signals_as_interrupts():
             plan = plan_run(compose_overrides(arguments))
             run = Run(plan)
             check_run(run, shows_key=detach is None)
@@ -207,7 +207,7 @@ def prepare_run(plan: RunPlan) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
+def _signals_as_interrupts() -> Iterator[None]:
     """While the block runs, SIGTERM ends it as Ctrl-C does, and SIGUSR1 as a preemption."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     if before[signal.SIGTERM] is not signal.SIG_IGN:

@@ -101,7 +101,7 @@ class RayGRPOAtroposTrainer:
         self.timing_raw: dict[str, float] = {}
         self.global_steps, self._longest_step = 0, 0.0
         self.preempted = False  # by SIGUSR1: the step that is being trained is the last, and is saved
-        self._saved_step = 0
+        self._saved_step = 0  # of the newest checkpoint that this process has saved or loaded
 
     def init_workers(self) -> None:
         """Start the actor's ranks under Ray, load the model, and find the servers to which its weights are pushed."""

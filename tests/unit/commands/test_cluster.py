@@ -7,7 +7,10 @@ import pytest
 import yaml
 
 from recipe.atropos.commands.cluster import job
-from recipe.atropos.launcher.cluster_check import _selects
+from recipe.atropos.errors import LaunchError
+from recipe.atropos.launcher import cluster_check
+from recipe.atropos.launcher.cluster_check import Facts, _selects
+from recipe.atropos.launcher.on_ray import Host
 
 OPTIONS = ["preset=demo", "run.name=a b", "trainer.nnodes=2"]
 
@@ -42,6 +45,28 @@ def test_cluster_jobs_train_with_the_options_on_all_nodes(kind):
 )
 def test_cluster_check_reads_interfaces_as_nccl_does(value, selects):
     assert _selects(value, {"eth0", "ib0"}) == selects
+
+
+@pytest.mark.parametrize(
+    ("versions", "problem"),
+    [
+        ({"recipe (commit)": "1", "SGLang's sglang": "2"}, ""),
+        ({"SGLang's sglang": "2"}, ""),  # without git there
+        ({"recipe (commit)": "0", "SGLang's sglang": "2"}, "recipe (commit) 0, here 1: install"),
+        ({"recipe (commit)": "1", "SGLang's sglang": None}, "no interpreter with SGLang starts"),
+    ],
+)
+def test_cluster_check_compares_what_is_known_of_both(monkeypatch, versions, problem):
+    monkeypatch.setattr(cluster_check, "_head", lambda: "10.0.0.1")
+    own = {"recipe (commit)": "1", "SGLang's sglang": "2"}
+    facts = {"10.0.0.1": Facts(own, 4096, {}, {}, []), "10.0.0.2": Facts(versions, 4096, {}, {}, [])}
+    [found] = [each for each in cluster_check._compared(facts) if (each.check, each.node) == ("versions", "10.0.0.2")]
+    assert problem in found.problem and bool(found.problem) == bool(problem)
+
+
+def test_cluster_program_needs_the_launchers_folder(tmp_path):
+    with pytest.raises(LaunchError, match=r"env: \S+, where the launcher runs, is no folder of node"):
+        Host().start_program("env", ["true"], str(tmp_path / "none"), {})
 
 
 def test_cluster_check_of_no_cluster_is_refused(monkeypatch, capsys):

@@ -18,7 +18,7 @@ from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.errors import Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
-from recipe.atropos.launch_services import _EarlyPreemption, _sigterm_as_interrupt
+from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
@@ -337,7 +337,7 @@ def test_run_that_is_preempted_fails_as_its_trainer_does(run, ending, error):
 
 
 def test_run_that_is_preempted_before_its_services_can_go_on():
-    with pytest.raises(_EarlyPreemption), _sigterm_as_interrupt():
+    with pytest.raises(_EarlyPreemption), _signals_as_interrupts():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
