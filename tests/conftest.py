@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from openai._base_client import AsyncHttpxClientWrapper
 
 from helpers.disk import full_disk  # noqa: F401
 from helpers.gpu import machine  # noqa: F401
@@ -22,6 +23,10 @@ os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # Shared cores take their time; all else as where the tests run, in continuous integration or not.
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# A client that is dropped unclosed, as BaseEnv drops its own, closes itself in the loop that runs when it is collected:
+# that of a later test, which would fail. Its sockets close by themselves.
+del AsyncHttpxClientWrapper.__del__
 
 # A shell that runs the tests in the background has them ignore SIGINT, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

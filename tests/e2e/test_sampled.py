@@ -1,7 +1,6 @@
 """What is trained on is what the policy sampled, whatever happens to the text: environments on a real server."""
 
 import asyncio
-import gc
 import itertools
 
 import pytest
@@ -15,12 +14,6 @@ from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
 from recipe.atropos.inference.client import SGLangClient
-
-
-@pytest.fixture(autouse=True)
-def no_clients_of_earlier_tests():
-    """A client of OpenAI that is dropped unclosed closes itself in whatever loop runs when it is collected."""
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
