@@ -6,8 +6,8 @@ solved, and compares the tokens that were sampled for it. Settled before the run
 - Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns.
 - Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
   prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals
-  GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes when 80% of the
-  episodes of the last 32 groups with the most steps so far are solved.
+  GRPO of larger groups, GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes
+  when 80% of the episodes of the last 32 groups with the most steps so far are solved.
 - Each method has the best of three learning rates on seed 0, by tokens to 80%, then by the last accuracy; with it five
   seeds, which are those of the items and of sampling. All begin with the same policy.
 - A batch is one group of 2 episodes, so that noise limits, rather than the learning rate; it is sent and trained on
@@ -59,6 +59,8 @@ RECIPES = {
 PARTIAL = "environment.args.partial_scores=true"
 METHODS = {
     "outcome GRPO": (),
+    "outcome GRPO, groups of 4": ("actor_rollout_ref.rollout.n=4",),
+    "outcome GRPO, groups of 8": ("actor_rollout_ref.rollout.n=8",),
     "GRPO of partial scores": (PARTIAL,),
     "progress, lam 0": (PARTIAL, "environment.credit={lam: 0}"),
     "progress, lam 0.5": (PARTIAL, "environment.credit={lam: 0.5}"),

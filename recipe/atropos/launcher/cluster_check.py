@@ -74,6 +74,7 @@ class Probe:
 
     def _versions(self) -> dict[str, str | None]:
         own: dict[str, str | None] = dict(installed_versions(self._python))
+        own.pop("sglang (servers)", None)  # its interpreter says it
         try:
             found = versions_in(sglang_python(self._python), SGLANG)
         except LaunchError:
