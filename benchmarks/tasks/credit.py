@@ -113,8 +113,7 @@ class KeysRecipe(CalculatorRecipe):
     batch_size: int = 32
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
-        size = min(self.problems, ITEMS * self.task_steps)
-        return [self.presses(row, rng) for row in rows("train", size, self.task_steps, 500_000 + seed)]
+        return [self.presses(row, rng) for row in rows("train", self.problems, self.task_steps, 500_000 + seed)]
 
     def presses(self, row: Row, rng: random.Random) -> Chat:
         chat, left = [message("user", row["question"])], row["question"]
