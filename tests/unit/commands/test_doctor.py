@@ -4,8 +4,10 @@ import json
 import shutil
 import socket
 import tomllib
+from urllib.parse import urlsplit
 
 import pytest
+import wandb
 from packaging.specifiers import SpecifierSet
 
 from helpers import ROOT
@@ -82,23 +84,32 @@ def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    used = "trainer.logger=[console,wandb]"
-    found = results(used)["wandb"]
-    assert not found.ok and "wandb login" in found.message and "WANDB_MODE=offline" in found.message
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
-    found = results(used)["wandb"]
-    assert found.ok and found.message == "logged in to api.wandb.ai"
+
+    def found():
+        wandb.teardown()  # a process reads its settings once
+        return results("trainer.logger=[console,wandb]")["wandb"]
+
+    def log_in(host):
+        (tmp_path / "netrc").write_text(f"machine {host} login user password {'5' * 40}\n")
+
+    host = urlsplit(wandb.Settings().base_url).netloc
+    assert not found().ok and "wandb login" in found().message and "WANDB_MODE=offline" in found().message
+    log_in(host)
+    assert found().ok and found().message == f"logged in to {host}"
     (tmp_path / "settings").write_text("[default]\nbase_url = https://own.example.org:8080\n")  # wandb login --host
-    assert "nobody is logged in to own.example.org:8080" in results(used)["wandb"].message
-    (tmp_path / "netrc").write_text("machine own.example.org:8080 login user password s3cret\n")
-    assert results(used)["wandb"].message == "logged in to own.example.org:8080"
+    assert "nobody is logged in to own.example.org:8080" in found().message
+    log_in("own.example.org:8080")
+    assert found().message == "logged in to own.example.org:8080"
     for name in ("netrc", "settings"):
         (tmp_path / name).write_bytes(b"\xff\xfe")
-    assert "nobody is logged in to api.wandb.ai" in results(used)["wandb"].message
+    assert "nobody is logged in to W&B" in found().message
+    for name in ("netrc", "settings"):
+        (tmp_path / name).unlink()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not results(used)["wandb"].ok
+    assert not found().ok
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert results(used)["wandb"].ok
+    assert found().ok
+    wandb.teardown()
 
 
 def test_doctor_names_a_tokenizer_that_is_missing(results):
