@@ -3,7 +3,8 @@
 Trains first policies of ``tasks/credit.py`` by the launcher, with the real services, until 80% of held-out items are
 solved, and compares the tokens that were sampled for it. Settled before the runs:
 
-- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns.
+- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 4 and 8
+  the first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain.
 - Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
   prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals
   GRPO of larger groups, GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes
@@ -53,7 +54,7 @@ from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {
     "keys 1": KeysRecipe(task_steps=1, right=0.3),
-    "keys 4": KeysRecipe(task_steps=4, right=0.575),
+    "keys 4": KeysRecipe(task_steps=4, right=0.6, spread=0.05),
     "keys 8": KeysRecipe(task_steps=8, right=0.74),
 }
 PARTIAL = "environment.args.partial_scores=true"
