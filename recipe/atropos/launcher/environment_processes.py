@@ -311,7 +311,7 @@ class Environments:
         state.started, state.is_registered = time.monotonic(), False
         return state.service
 
-    async def poll(self) -> None:
+    async def poll(self, _: Any = None) -> None:
         """Read the reports, and remove the registrations of dead processes from the API.
 
         Raises:
