@@ -80,7 +80,7 @@ def is_free(key: str) -> bool:
 
 
 def flat(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield ``key={name: value}`` as (key.name, value), except for free-form mappings and values that are mappings.
+    """Yield ``key={name: value}`` as (key.name, value), unless the mapping is free-form or where no mapping is shipped.
 
     ``known``: the shipped values, with interpolations, by key.
     """
@@ -92,7 +92,7 @@ def flat(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def checked(key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return key and value, one of ``flat``. A key that has no effect and follows another may have any value yet.
+    """Return key and value. A key without effect that follows another is accepted, since the other may change too.
 
     Raises:
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
@@ -108,10 +108,10 @@ def checked(key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
             raise ConfigurationError(f"{key}: no such key{near}")
         raise without_effect(key, value, meant)
     default = known.get(key)
-    if isinstance(default, dict) and not _interpolates(value):
-        raise ConfigurationError(f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=...")
     if reason and value != default and not _interpolates(default):
         raise without_effect(key, value)
+    if isinstance(default, dict) and not _interpolates(value):
+        raise ConfigurationError(f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=...")
     if key not in documented() and (wanted := _another_kind(value, default)):
         raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
     return key, value
