@@ -33,7 +33,7 @@ from recipe.atropos.checkpoint.start_from import forget_start
 from recipe.atropos.commands.dry_run import show_dry_run
 from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.env_specs import fill_warnings
-from recipe.atropos.config.models import SMALL_POLICIES, check_model, set_model_path
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, expected_failure
 from recipe.atropos.inference.installed import installed_versions
@@ -105,7 +105,7 @@ def prepare_model(config: DictConfig, log_path: Path) -> None:
     path = config.actor_rollout_ref.model.path
     making = progress(f"preparing {path}, which is made once, in a minute", log_path)
     with making if path in SMALL_POLICIES else contextlib.nullcontext():
-        set_model_path(config, log_path)
+        config.actor_rollout_ref.model.path = resolve_model(path, config.seed, log_path)
 
 
 def _check_host(host: str, key: str) -> None:

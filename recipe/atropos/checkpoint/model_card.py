@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import read_evaluations
+from recipe.atropos.run.record import held_out, read_evaluations
 from recipe.atropos.utils.files import read_json, write_atomic
 from recipe.atropos.utils.machine import installed
 from recipe.atropos.utils.secret import read_config_yaml
@@ -107,16 +107,13 @@ def _figures(config: DictConfig, summary: dict[str, Any], exported: dict[str, An
 
 def _heldout(run: RunDir, step: int) -> Iterator[str]:
     """Yield a table of each environment's first evaluation and its evaluation at ``step``."""
-    lines = [line for line in read_evaluations(run.path) if line.get("main")]
-    if not lines:
+    evaluations = held_out(read_evaluations(run.path))
+    if not evaluations:
         return
     yield from ("## Held-out evaluation", "", f"| environment | metric | items | first | step {step} |")
     yield "|---|---|---|---|---|"
-    for env in dict.fromkeys(line["env"] for line in lines):
-        own = [line for line in lines if line["env"] == env]
-        first, metric = own[0], own[0]["main"]
-        items = next((f"{value:g}" for name, value in first["metrics"].items() if name.endswith("total")), "")
-        after = next((line["metrics"].get(metric) for line in own if line["step"] == step), None)
-        value = "not evaluated" if after is None else f"{after:.4g}"
-        yield f"| {env} | {metric} | {items} | {first['metrics'][metric]:.4g} (step {first['step']}) | {value} |"
+    for env, found in evaluations.items():
+        begin, before, items, metric = found[0]
+        value = next((f"{score:.4g}" for at, score, *_ in found if at == step), "not evaluated")
+        yield f"| {env} | {metric} | {items or ''} | {before:.4g} (step {begin}) | {value} |"
     yield ""

@@ -27,7 +27,6 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.config.derived_timeouts import set_waits
-from recipe.atropos.config.keys import Derived, changes_of_key, check_renamed, keys_of, of_all, without_effect
+from recipe.atropos.config.keys import checked, flat, keys_of, of_all, unsupported, without_effect
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
@@ -138,25 +137,20 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
     """Compose what ``given_values`` returns."""
     preset = chosen_preset(given)
     config = shipped(preset)
-    known = set(keys_of(OmegaConf.to_container(config), ""))
+    known = dict(keys_of(OmegaConf.to_container(config)))
     coefficients = {key: OmegaConf.select(config, key) for key in _SWITCHED}
-
-    def changes_of(item: tuple[str, Any]) -> list[tuple[str, Any]]:
-        check_renamed(dict([item]))
-        return [] if item[0] == "preset" else list(changes_of_key(*item, known, config))
-
-    found, wrong = of_all(changes_of, given)
-    changes = [*chain(*found)]
+    items = [item for key, value in given if key != "preset" for item in flat(key, value, known)]
+    changes, wrong = of_all(lambda item: checked(item[0], item[1], known), items)
     _drop_for_another_target(config, preset, changes, tell)
     with open_dict(config):
-        for key, value in (change for change in changes if not isinstance(change[1], Derived)):
+        for key, value in (change for change in changes if not unsupported(change[0])[0]):
             try:
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
             except OmegaConfBaseException as error:
                 raise ConfigurationError(f"{key}={value}: {_first_line(error)}") from error
     for key, value in changes:
-        if isinstance(value, Derived) and value.given != OmegaConf.select(config, key):
-            wrong.append(str(without_effect(key, value.given)))
+        if unsupported(key)[0] and value not in (known[key], OmegaConf.select(config, key)):
+            wrong.append(str(without_effect(key, value)))
     for key, switch in _SWITCHED.items():
         with contextlib.suppress(OmegaConfBaseException):  # a wrong reference is reported later
             value = OmegaConf.select(config, key)
@@ -212,10 +206,7 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
     Raises:
         ConfigurationError: an override cannot be read, or a file is not a mapping.
     """
-    keys: set[str] = set()
-    for key, value in given_values(overrides):
-        keys |= {key, *(keys_of(value, f"{key}.") if isinstance(value, dict) else ())}
-    return keys
+    return {key for item in given_values(overrides) for key, _ in keys_of(dict([item]))}
 
 
 def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -3,11 +3,7 @@
 import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeVar
-
-from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
@@ -28,7 +24,7 @@ FREE = (
     "ray_kwargs.ray_init",
 )
 _ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # verl's, but not in its YAML
-_MISSPELLED = 0.85  # similarity of two names from which on one is taken for the other, misspelled
+_MISSPELLED = 0.95  # similarity of two dotted keys from which on one is taken for the other, misspelled
 _T = TypeVar("_T")
 # Keys of other recipes that join Atropos and verl, and their names here; docs/migration.md lists all.
 # A key covers all keys below it, which keep their names. If the new one has a comma or "=", the value differs too.
@@ -71,9 +67,10 @@ def of_all(function: Callable[[Any], _T], items: Iterable[Any]) -> tuple[list[_T
     return found, wrong
 
 
-def keys_of(tree: dict[str, Any], prefix: str) -> Iterator[str]:
+def keys_of(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a nested mapping and of all mappings in it."""
     for name, value in tree.items():
-        yield f"{prefix}{name}"
+        yield f"{prefix}{name}", value
         if isinstance(value, dict):
             yield from keys_of(value, f"{prefix}{name}.")
 
@@ -82,70 +79,52 @@ def is_free(key: str) -> bool:
     return any(f"{key}.".startswith(f"{free}.") for free in FREE)
 
 
-def changes_of_key(key: str, value: Any, known: set[str], shipped: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Yield ``key={name: value}`` as (key.name, value), except for the free-form mappings.
+def flat(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield ``key={name: value}`` as (key.name, value), unless the mapping is free-form or where no mapping is shipped.
+
+    ``known``: the shipped values, with interpolations, by key.
+    """
+    if isinstance(value, dict) and not is_free(key) and isinstance(known.get(key, value or None), dict):
+        for name, inner in value.items():
+            yield from flat(f"{key}.{name}", inner, known)
+    else:
+        yield key, value
+
+
+def checked(key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return key and value. A key without effect that follows another is accepted, since the other may change too.
 
     Raises:
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
     """
-    if not is_free(key):
-        reason = _unsupported(key)[0]
-        if key not in known and key not in _ONLY_IN_DATACLASSES:
-            meant = _misspelled(key, known) if reason else None
-            if not reason or (meant and not _unsupported(meant)[0]):
-                near = f"; did you mean {meant}?" if meant else _nearest(key, known)
-                raise ConfigurationError(f"{key}: no such key{near}")
-            raise without_effect(key, value, meant or key)
-        default = OmegaConf.select(shipped, key)
-        if isinstance(value, dict) and OmegaConf.is_dict(default):
-
-            def changes_below(item: tuple[str, Any]) -> list[tuple[str, Any]]:
-                return list(changes_of_key(f"{key}.{item[0]}", item[1], known, shipped))
-
-            found, wrong = of_all(changes_below, value.items())
-            if wrong:
-                raise ConfigurationError("\n".join(wrong))
-            yield from chain(*found)
-            return
-        if OmegaConf.is_dict(default) and not _interpolates(value):
-            raise ConfigurationError(
-                f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=..."
-            )
-        default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-        if reason and (followed := reference(key, shipped)):
-            if value == followed:
-                return
-            value = Derived(value)
-        elif reason and value != default:
-            raise without_effect(key, value)
-        if not isinstance(value, Derived) and key not in documented() and (wanted := _another_kind(value, default)):
-            raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
-    yield key, value
-
-
-@dataclass(frozen=True)
-class Derived:
-    """Value given for a key that has no effect here and follows another: valid only if it equals that one's."""
-
-    given: Any
-
-
-def reference(key: str, shipped: DictConfig) -> str | None:
-    """Return ``${OTHER}`` if that is the shipped value, else None."""
-    mapping, _, name = key.rpartition(".")
-    values = OmegaConf.select(shipped, mapping) if mapping else shipped
-    if not (OmegaConf.is_dict(values) and name in values.keys() and OmegaConf.is_interpolation(values, name)):
-        return None
-    return OmegaConf.to_container(values)[name]
+    _check_renamed(key, value)
+    if is_free(key):
+        return key, value
+    reason = unsupported(key)[0]
+    if key not in known and key not in _ONLY_IN_DATACLASSES:
+        meant = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=_MISSPELLED)), None) if reason else None
+        if not reason or (meant and not unsupported(meant)[0]):
+            near = f"; did you mean {meant}?" if meant else _nearest(key, known)
+            raise ConfigurationError(f"{key}: no such key{near}")
+        raise without_effect(key, value, meant)
+    default = known.get(key)
+    if reason and value != default and not _interpolates(default):
+        raise without_effect(key, value)
+    if isinstance(default, dict) and not _interpolates(value):
+        raise ConfigurationError(f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=...")
+    if key not in documented() and (wanted := _another_kind(value, default)):
+        raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
+    return key, value
 
 
 def without_effect(key: str, value: Any, meant: str | None = None) -> ConfigurationError:
-    reason, instead = _unsupported(meant or key)
+    reason, instead = unsupported(meant or key)
     advice = f"set {instead} instead" if instead else "leave it out"
     return ConfigurationError(f"{key}={value} has no effect here: {reason}; {advice}")
 
 
-def _unsupported(key: str) -> tuple[str | None, str | None]:
+def unsupported(key: str) -> tuple[str | None, str | None]:
+    """Return why a key has no effect here, and what to set instead; None if it has one."""
     if key not in UNSUPPORTED and key in documented():
         return None, None
     return next((UNSUPPORTED[prefix] for prefix in prefixes(key) if prefix in UNSUPPORTED), (None, None))
@@ -153,7 +132,7 @@ def _unsupported(key: str) -> tuple[str | None, str | None]:
 
 def _another_kind(value: Any, default: Any) -> str | None:
     """Return what to give if ``value`` is not of the kind of ``default``; for undocumented verl keys."""
-    if value is None or default is None or _interpolates(value):
+    if value is None or default is None or _interpolates(value) or _interpolates(default):
         return None
     kinds = {bool: "true or false", int | float: "a number", list: "a list", dict: "a mapping", str: "a string"}
     wanted = next((name for kind, name in kinds.items() if isinstance(default, kind)), None)
@@ -164,44 +143,22 @@ def _interpolates(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _misspelled(key: str, known: set[str]) -> str | None:
-    """Return the key whose names are those of ``key``, but for a letter or two; None if there is none."""
-    mapping, _, name = key.rpartition(".")
-    if mapping and mapping not in known and (mapping := _misspelled(mapping, known)) is None:
-        return None
-    names = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == mapping]
-    found = difflib.get_close_matches(name, names, n=1, cutoff=_MISSPELLED)
-    return f"{mapping}.{found[0]}".removeprefix(".") if found else None
-
-
-def _nearest(key: str, known: set[str]) -> str:
+def _nearest(key: str, known: Iterable[str]) -> str:
     """Suggest a key that has an effect: one that ends with this key or its last name, else the most similar."""
-    known = {other for other in known if not _unsupported(other)[0]}
+    known = [other for other in known if not unsupported(other)[0]]
     ends = (f".{key}", "." + key.rpartition(".")[2])
     same_name = next((same for end in ends if (same := [other for other in known if other.endswith(end)])), None)
     found = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
     return f"; did you mean {found[0]}?" if found else "; recipe/atropos/config/trainer.yaml lists the keys"
 
 
-def check_renamed(values: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError with a line for each key of ``RENAMED`` in ``values``, which names the new key."""
-    if lines := list(_lines(values, "")):
-        raise ConfigurationError("\n".join(lines))
-
-
-def _lines(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from _lines(value, f"{key}.")
-        elif old := next((prefix for prefix in prefixes(key) if prefix in RENAMED), None):
-            new = RENAMED[old] + key.removeprefix(old)
-            shown = value if isinstance(value, str) else json.dumps(value, default=str)
-            complete = "=" in new or "," in new
-            instead = (
-                "leave it out" if "=" in new and value is False else f"give {new if complete else f'{new}={shown}'}"
-            )
-            yield f"{key}={shown}: this key has another name here; {instead}"
+def _check_renamed(key: str, value: Any) -> None:
+    if old := next((prefix for prefix in prefixes(key) if prefix in RENAMED), None):
+        new = RENAMED[old] + key.removeprefix(old)
+        shown = value if isinstance(value, str) else json.dumps(value, default=str)
+        complete = "=" in new or "," in new
+        instead = "leave it out" if "=" in new and value is False else f"give {new if complete else f'{new}={shown}'}"
+        raise ConfigurationError(f"{key}={shown}: this key has another name here; {instead}")
 
 
 def prefixes(key: str) -> list[str]:

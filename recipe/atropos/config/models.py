@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.utils.process import run_command
 
@@ -97,16 +95,6 @@ def model_settings(file: Path) -> dict[str, Any]:
         raise ConfigurationError(
             f"{MODEL_KEY}: {file} cannot be read ({error}): download or save the model again"
         ) from error
-
-
-def set_model_path(config: DictConfig, log_path: Path | None = None) -> None:
-    """Resolve the model's path by ``resolve_model``.
-
-    Raises:
-        PolicyNotMade: as ``resolve_model``.
-    """
-    model = config.actor_rollout_ref.model
-    model.path = resolve_model(model.path, config.seed, log_path)
 
 
 def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:

@@ -15,7 +15,7 @@ from recipe.atropos.trajectory_api.client import TrajectoryApiClient, Trajectory
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import default_port, start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
-from recipe.atropos.utils.sockets import SOCKET_VARIABLE, check_port, listening, reserve
+from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening, reserve
 
 
 @contextmanager
@@ -31,7 +31,6 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
     if inference.gateway or atropos.replay or not inference.urls:
         yield
         return
-    check_port(inference.gateway_port, inference.host, "inference.gateway_port")
     taken = [urlsplit(url).port for url in (*inference.urls, atropos.api_url)]  # nothing may listen there yet
     port = inference.gateway_port or default_port(GATEWAY_PORT, inference.host, taken)
     inference.gateway = f"http://{reachable(inference.host)}:{port}"

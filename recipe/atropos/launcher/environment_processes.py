@@ -21,9 +21,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.machine import run_program
-from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
+from recipe.atropos.utils.process import Service, run_command, unstopped
 from recipe.atropos.utils.scratch import current
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
 
@@ -82,26 +82,16 @@ def check_environments(run: Run) -> None:
     Raises:
         ConfigurationError: naming the target or the flag as a key of the configuration.
     """
-    with progress(f"checking the flags of {', '.join(run.plan.specs)}"), ThreadPoolExecutor() as pool:
-        checks = [pool.submit(_flag_problem, run, spec) for spec in run.plan.specs.values()]
-        try:
-            problems = [problem for check in checks if (problem := check.result())]
-        except BaseException:
-            _end_checks(checks)
-            raise
+    specs = [*run.plan.specs.values()]
+    try:
+        # Its threads are daemons, so a launcher that is interrupted meanwhile does not wait for them.
+        with progress(f"checking the flags of {', '.join(run.plan.specs)}"), ThreadPool(len(specs) or 1) as pool:
+            problems = [problem for problem in pool.map(partial(_flag_problem, run), specs) if problem]
+    finally:  # a terminal's Ctrl-C does not reach the processes
+        for service in [service for service in unstopped if service.name.startswith(_CHECK)]:
+            service.stop(grace=0)
     if problems:
         raise ConfigurationError("\n".join(problems))
-
-
-def _end_checks(checks: list[Future[str | None]]) -> None:
-    """End the checks: a terminal's Ctrl-C does not reach their processes, for which the pool's threads would wait."""
-    for check in checks:
-        check.cancel()
-    while not all(check.done() for check in checks):
-        for service in [service for service in unstopped if service.name.startswith(_CHECK)]:
-            with contextlib.suppress(ServiceFailed):  # its thread raises it too
-                service.stop(grace=0)
-        time.sleep(0.05)
 
 
 def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
@@ -321,7 +311,7 @@ class Environments:
         state.started, state.is_registered = time.monotonic(), False
         return state.service
 
-    async def poll(self) -> None:
+    async def poll(self, _: Any = None) -> None:
         """Read the reports, and remove the registrations of dead processes from the API.
 
         Raises:

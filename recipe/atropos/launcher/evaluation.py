@@ -30,7 +30,7 @@ from recipe.atropos.launcher.environment_processes import environment_command, e
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.run.evaluation_marker import NONE_YET, mark_evaluated, needs_evaluation
-from recipe.atropos.run.record import is_accuracy, read_evaluations, update_summary
+from recipe.atropos.run.record import held_out, is_accuracy, item_count, read_evaluations, update_summary
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed
@@ -45,12 +45,6 @@ async def _nothing() -> None: ...
 def main_metric(metrics: Mapping[str, float]) -> str | None:
     """Return the name of the metric to display: an accuracy if there is one, else the first."""
     return next(iter([*filter(is_accuracy, metrics), *metrics]), None)
-
-
-def item_count(metrics: Mapping[str, float]) -> int | None:
-    """Return on how many items an environment measured its metrics, if it says so."""
-    found = next((value for name, value in metrics.items() if name.endswith("total")), None)
-    return None if found is None else int(found)
 
 
 def evaluation_text(metrics: Mapping[str, float], greedy: bool) -> str:
@@ -224,13 +218,11 @@ def heldout_summary(directory: str | Path, several: bool) -> dict[str, Any]:
     A single environment with an accuracy adds ``heldout_accuracy_before``, ``_after`` and ``heldout_problems``.
     """
     found: dict[str, Any] = {"heldout": {}}
-    for line in read_evaluations(directory):
-        if not line.get("metrics"):
-            continue
-        main, items = main_metric(line["metrics"]), item_count(line["metrics"])
-        own = found["heldout"].setdefault(line["env"], {"metric": main, "items": items})
-        when = "after" if "before" in own else "before"
-        own |= {when: line["metrics"].get(own["metric"]), f"version_{when}": line["version"]}
-        if not several and main and is_accuracy(main):
-            found |= {f"heldout_accuracy_{when}": own[when], "heldout_problems": items}
+    for env, (first, *later) in held_out(read_evaluations(directory)).items():
+        *_, items, metric = first
+        own = found["heldout"][env] = {"metric": metric, "items": items}
+        for when, (version, score, *_) in zip(("before", "after"), (first, *later[-1:]), strict=False):
+            own |= {when: score, f"version_{when}": version}
+            if not several and is_accuracy(metric):
+                found |= {f"heldout_accuracy_{when}": score, "heldout_problems": items}
     return found

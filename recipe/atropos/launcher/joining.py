@@ -12,6 +12,7 @@ The remaining environments fill each batch; a ``min_batch_allocation`` of one th
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig
@@ -22,11 +23,9 @@ from recipe.atropos.inference.join_commands import for_others, how_to_join
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.record import WaitingMark, update_summary
 from recipe.atropos.terminal.progress import console
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
-_POLL_SECONDS = 2.0
 _FIRST_REPORT, _LONGEST_SILENCE = 60.0, 600.0  # s without a batch before the reason is printed
 
 
@@ -51,7 +50,6 @@ class Joining:
         self._waiting = WaitingMark(run.files)
         # Registrations, in earlier starts too: the API keeps them with its store.
         self.number: int = read_json(run.files.summary, {}).get("environments_joined", 0)
-        self._next_poll = 0.0
         self._step: int | None = None  # the API's: the number of batches it has formed
         self._since = self._reported = time.monotonic()
         self._silence = _FIRST_REPORT
@@ -70,21 +68,17 @@ class Joining:
         if key and not given:
             console.print("[bold]join[/]    the key is this start's alone; set ATROPOS_API_KEY to keep one")
 
-    async def poll(self) -> None:
-        """Announce environments that have joined, and print why no batch arrives."""
-        now = time.monotonic()
-        if now < self._next_poll:
+    async def poll(self, state: Mapping[str, Any] | None = None) -> None:
+        """Announce environments that have joined, and print why no batch arrives, from what the Trajectory API's
+        ``/diagnose`` has answered last.
+        """
+        if not state:
             return
-        try:
-            async with self._run.api_client(self._api_url) as api:
-                state = await api.diagnose()
-        except TrajectoryApiError:
-            return  # the launcher restarts an API that has ended
         for number in sorted(line["number"] for line in state["environments"] if "number" in line):
             if number >= self.number:
                 console.print(f"[bold]join[/]    an environment has joined, as number {number}")
                 self.number = number + 1
-        self._next_poll = now + _POLL_SECONDS
+        now = time.monotonic()
         if state["batches"]["last"] != self._step or not self._waiting.is_fresh():
             self._step, self._since, self._reported, self._silence = state["batches"]["last"], now, now, _FIRST_REPORT
         elif now - self._reported >= self._silence:

@@ -131,7 +131,7 @@ async def watch(
                 on_step()
                 if LiveView.shown is None:
                     console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
-        await environments.poll()
+        await environments.poll(alarm_watch.watchdog.history.api)
         await alarm_watch.poll(lines)
         if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
             last_step = time.monotonic()

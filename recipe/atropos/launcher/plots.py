@@ -1,7 +1,6 @@
 """Plots of a run, from its ``metrics.jsonl`` and ``evaluations.jsonl``."""
 
 import io
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.record import held_out, read_evaluations, read_metrics
 from recipe.atropos.utils.files import write_atomic
 
 _COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
@@ -62,22 +61,19 @@ def _plot_scores(axes: Axes, lines: list, key: str, window: int, color: str, lab
 
 
 def _plot_evaluations(axes: Axes, directory: Path, colors: dict[str, str]) -> None:
-    points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for line in read_evaluations(directory):
-        if line.get("metrics"):
-            points[line["env"], line["main"]].append((line["step"], line["metrics"][line["main"]]))
-    points = {key: found for key, found in points.items() if len(found) > 1}
-    if not points:
+    curves = {name: found for name, found in held_out(read_evaluations(directory)).items() if len(found) > 1}
+    if not curves:
         return
     right = axes.twinx()
-    for (name, metric), found in points.items():
+    for name, found in curves.items():
+        steps, values, _, (metric, *_) = zip(*found, strict=True)
         color = colors.get(name, _HELDOUT)
         label = f"held out, {name}: {metric.removeprefix('eval/')}" if colors else metric.removeprefix("eval/")
-        right.plot(*zip(*found, strict=True), "o:", color=color, label=label)
-        for x, y in (found[0], found[-1]):
+        right.plot(steps, values, "o:", color=color, label=label)
+        for x, y, *_ in (found[0], found[-1]):
             text = f"{y:.0%}" if 0 <= y <= 1 else f"{y:.3g}"
             right.annotate(text, (x, y), textcoords="offset points", xytext=(0, 8), ha="center", color=color)
-    if all(0 <= value <= 1 for found in points.values() for _, value in found):
+    if all(0 <= value <= 1 for found in curves.values() for _, value, *_ in found):
         right.set(ylim=(0, 1.08))
     right.set(ylabel="held-out items")
     right.legend(loc="lower right")

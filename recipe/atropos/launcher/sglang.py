@@ -5,7 +5,6 @@ that never came up is an error, and only one that was up is restarted.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,10 +52,9 @@ class Inference:
         status = await self.status()
         return status["version"] if status and any(s["state"] == "admitted" for s in status["servers"]) else None
 
-    async def served_version(self, meanwhile: Callable[[], object] = lambda: None) -> int:
-        """Return the version of the admitted servers; until there is one, call ``meanwhile`` again and again."""
+    async def served_version(self) -> int:
+        """Return the version of the admitted servers, as soon as there is one."""
         while (version := await self.version()) is None:
-            meanwhile()
             await asyncio.sleep(WATCH_SECONDS)
         return version
 

@@ -1,11 +1,11 @@
 """Start the Trajectory API and the trainer as processes, and wait for the services to be ready."""
 
-import asyncio
 import json
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
@@ -28,7 +28,6 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_se
 from recipe.atropos.utils.sockets import reserve
 
 API_PORT = 8000  # used if free: the default address of Atropos environments
-_VERSION_SECONDS = 120.0
 
 
 def start_api(run: Run) -> Service:
@@ -135,29 +134,16 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
 
 async def first_version(run: Run, inference: Inference) -> int:
     """Wait for the trainer's first push and return its version; no environment may start before it."""
+    version: Any = None
 
     async def pushed() -> bool:
+        nonlocal version
         run.check()
-        nothing_to_train = run.services["trainer"].poll() == 0
-        return nothing_to_train or await inference.version() is not None
+        version = await inference.version()
+        return version is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
     what = "done with its first push of weights"
     seconds = await wait_until_healthy(lambda: run.services["trainer"], pushed, timeout, what=what)
-    version = await served_version(run, inference)
     console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
     return version
-
-
-async def served_version(run: Run, inference: Inference) -> int:
-    """Return the served version. Wait if there is none: a restarted gateway waits for the trainer to admit servers.
-
-    Raises:
-        ServiceFailed: none is served within ``_VERSION_SECONDS``, or a required service ended.
-    """
-    try:
-        async with asyncio.timeout(_VERSION_SECONDS):
-            return await inference.served_version(run.check)
-    except TimeoutError:
-        what = f"admits no server with the trainer's weights for {_VERSION_SECONDS:g} s"
-        raise run.services["gateway"].failure(what) from None

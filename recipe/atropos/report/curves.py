@@ -65,12 +65,12 @@ def _scores(history: History) -> dict[str, Any]:
 
 
 def _held_out(history: History) -> dict[str, Any]:
-    series = []
-    for name, values in held_out(history).items():
-        xs, ys, items = zip(*values, strict=True)
+    series, evaluations = [], held_out(history.evaluations)
+    for name, values in evaluations.items():
+        xs, ys, items, _ = zip(*values, strict=True)
         which = f" ({items[-1]:.0f} items)" if items[-1] else ""
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
-    names = sorted({line["main"] for line in history.evaluations if line.get("main")})
+    names = sorted({values[0][3] for values in evaluations.values()})
     values = [y for each in series for y in each["y"] if y is not None]
     about = "Score on items that are never trained on. Its range may be another than that of the training score."
     own = f"{', '.join(names)}, from {extent(min(values), max(values))}" if values else ""

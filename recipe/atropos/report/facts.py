@@ -49,7 +49,7 @@ def figures(history: History) -> list[list[str]]:
         rows.append(["mean training score, first → last fifth", from_to(before, after)])
         if span := score_range(history):
             rows.append(["scores of trained answers, lowest to highest", extent(*span)])
-    for name, values in held_out(history).items():
+    for name, values in held_out(history.evaluations).items():
         if len(values) == 1:
             rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} at step {values[0][0]}"])
         else:

@@ -3,19 +3,9 @@
 import numpy as np
 
 from recipe.atropos.report.run_history import History
+from recipe.atropos.run.record import held_out
 
-Evaluation = tuple[int, float, float | None]  # step, main metric, number of items if it is reported
 _LEAST = 0.02  # change of a held-out score whose number of items is unknown
-
-
-def held_out(history: History) -> dict[str, list[Evaluation]]:
-    """Return the evaluations of each environment, in order."""
-    found: dict[str, list[Evaluation]] = {}
-    for line in history.evaluations:
-        if line.get("main") and line["main"] in line.get("metrics", {}):
-            items = line["metrics"].get("eval/total")
-            found.setdefault(line["env"], []).append((line["step"], line["metrics"][line["main"]], items))
-    return found
 
 
 def gains(history: History) -> dict[str, float]:
@@ -24,9 +14,9 @@ def gains(history: History) -> dict[str, float]:
     Two standard errors of the difference of two shares; environments with one evaluation are left out.
     """
     found = {}
-    for name, values in held_out(history).items():
+    for name, values in held_out(history.evaluations).items():
         if len(values) > 1:
-            (_, before, of), (_, after, items) = values[0], values[-1]
+            (_, before, of, _), (_, after, items, _) = values[0], values[-1]
             noise = _LEAST
             if of and items and 0 <= min(before, after) and max(before, after) <= 1:
                 noise = 2 * float(np.sqrt(before * (1 - before) / of + after * (1 - after) / items))

@@ -66,9 +66,9 @@ def _outcome(history: History) -> tuple[str, Level]:
 
 
 def _figures(history: History) -> str:
-    parts, scores = [], held_out(history)
+    parts, scores = [], held_out(history.evaluations)
     for name, gain in gains(history).items():
-        (_, before, _), (_, after, items) = scores[name][0], scores[name][-1]
+        (_, before, *_), (_, after, items, _) = scores[name][0], scores[name][-1]
         several = f" {name}" if len(scores) > 1 else ""
         noise = f"the noise of {items:.0f} items" if items else "its noise"
         parts.append(f"held-out score{several} {from_to(before, after)}" + (f" (within {noise})" if not gain else ""))

@@ -8,7 +8,7 @@ import contextlib
 import fcntl
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,9 @@ PHASES = {  # phases of a step, in order, and the trainer's timers that measure 
     "record": ("dump",),
 }
 
+
+Evaluation = tuple[int, float, int | None, str]
+"""Step, main metric, the number of items it was measured on if that is known, and its name."""
 
 SCORES = ("atropos/mean_raw_score", "atropos/mean_score")
 """Names of a step's mean score before reward shaping; a run without reward shaping may have the second only."""
@@ -203,15 +206,36 @@ def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
     return read_lines(RunDir(directory).evaluations)
 
 
+def held_out(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Evaluation]]:
+    """Return the evaluations of each environment, in order, from lines of ``evaluations.jsonl``.
+
+    Those that failed or have no value for the main metric of the environment's first one are left out.
+    """
+    found: dict[str, list[Evaluation]] = {}
+    for line in lines:
+        metrics, known = line.get("metrics", {}), found.get(line["env"])
+        metric = known[0][3] if known else line.get("main")
+        if metric in metrics:
+            evaluation = (line["step"], metrics[metric], item_count(metrics), metric)
+            found.setdefault(line["env"], []).append(evaluation)
+    return found
+
+
+def item_count(metrics: Mapping[str, float]) -> int | None:
+    """Return on how many items an environment measured its metrics, if it says so."""
+    found = next((value for name, value in metrics.items() if name.endswith("total")), None)
+    return None if found is None else int(found)
+
+
 def heldout_scores(directory: str | Path) -> dict[int, float]:
     """Return the mean of the environments' main metrics, by step, for steps at which all environments were evaluated.
 
     "All" means those of the two newest steps, so that one failed evaluation does not make another step the best one.
     """
     values: dict[int, dict[str, float]] = {}
-    for line in read_evaluations(directory):
-        if line.get("main"):
-            values.setdefault(line["step"], {})[line["env"]] = line["metrics"][line["main"]]
+    for env, evaluations in held_out(read_evaluations(directory)).items():
+        for step, score, *_ in evaluations:
+            values.setdefault(step, {})[env] = score
     needed = {env for step in sorted(values)[-2:] for env in values[step]}
     scores = {step: [found[env] for env in needed] for step, found in values.items() if needed <= found.keys()}
     return {step: sum(found) / len(found) for step, found in scores.items()}

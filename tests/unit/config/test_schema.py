@@ -189,6 +189,7 @@ WITHOUT_EFFECT = {
     f"{MODEL}.lora.rank=8": "lora_rank",
     f"{ROLLOUT}.gpu_memory_utilisation=0.8": "set inference.mem_fraction_static instead",
     f"{ROLLOUT}.temp=1": "set inference.args.FLAG",
+    f"{ROLLOUT}.engine_kwargs.vllm=3": "set inference.args.FLAG",
     "critic.optm.lr=1": "no critic is trained",
     "reward.manger=dapo": "environment.reward_bridge",
 }
@@ -234,11 +235,18 @@ def test_schema_refuses_a_coefficient_of_what_is_off(coefficient, switch):
     assert OmegaConf.select(load_config([*given[:1], f"{coefficient}=0.0"]), coefficient) == 0, "as DAPO's scripts do"
 
 
+def test_schema_refuses_another_value_than_that_of_the_key_that_is_followed():
+    with pytest.raises(ConfigurationError, match=r"rollout.dtype=bfloat16 has no effect here: .* inference.dtype"):
+        load_config([f"{MODEL}.path=m", f"{ROLLOUT}.dtype=bfloat16", "inference.dtype=float16"])
+
+
 def test_schema_lets_shipped_values_and_free_mappings_through():
     config = load_config(
         [
             f"{MODEL}.path=m",
             f"{ROLLOUT}.tensor_model_parallel_size=1",
+            f"{ROLLOUT}.dtype=float16",  # it follows the next one
+            "inference.dtype=float16",
             "trainer.test_freq=-1",
             "inference.args.tp_size=2",
             f"+{MODEL}.override_config.attn_implementation=sdpa",
