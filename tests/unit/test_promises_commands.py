@@ -4,8 +4,10 @@ import contextlib
 import copy
 import sys
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
+import wandb
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
@@ -213,10 +215,11 @@ def test_promises_wandb_stays_on_for_a_login_to_its_host(monkeypatch, tmp_path, 
         monkeypatch.delenv(name, raising=False)
     for name, value in (("NETRC", tmp_path / "netrc"), ("WANDB_CONFIG_DIR", tmp_path)):
         monkeypatch.setenv(name, str(value))
-    (tmp_path / "netrc").write_text("machine wb.corp.com login user password wandb\n")
+    (tmp_path / "netrc").write_text(f"machine wb.corp.com login user password {'5' * 40}\n")
     env, servers = BaseEnvConfig(tokenizer_name="t", use_wandb=True), [one_server()]
     assert not defaults.complete(env, servers, {}, {})[0].use_wandb, "a login elsewhere is none"
-    assert "nobody has logged in to api.wandb.ai here" in capsys.readouterr().err
+    host = urlsplit(wandb.Settings().base_url).netloc
+    assert f"nobody has logged in to {host} here" in capsys.readouterr().err
     monkeypatch.setenv("WANDB_BASE_URL", "https://wb.corp.com")
     assert defaults.complete(env, servers, {}, {})[0].use_wandb
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import sys
 import time
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import wandb
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from openai.types.chat import ChatCompletionMessage
@@ -181,7 +181,8 @@ def test_no_login_to_wandb_is_needed_to_process(monkeypatch, tmp_path, use_wandb
     monkeypatch.setenv("WANDB_API_KEY", "")
     server = APIServerConfig(base_url="http://127.0.0.1:1/v1", server_type="sglang")
     complete(BaseEnvConfig(use_wandb=use_wandb), [server], {}, {}, serves=False)
-    assert os.environ["WANDB_MODE"] == "disabled"
+    with wandb.init(project="nobody") as tracked:
+        assert tracked.disabled, "W&B has read the environment again"
 
 
 def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model):

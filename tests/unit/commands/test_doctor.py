@@ -86,7 +86,6 @@ def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
 
     def found():
-        wandb.teardown()  # a process reads its settings once
         return results("trainer.logger=[console,wandb]")["wandb"]
 
     def log_in(host):
@@ -109,7 +108,6 @@ def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
     assert not found().ok
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert found().ok
-    wandb.teardown()
 
 
 def test_doctor_names_a_tokenizer_that_is_missing(results):
