@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import hydra
@@ -27,7 +26,6 @@ from recipe.atropos.config.preflight import check_config, check_model_settings
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.own_gateway import gateway_before
-from recipe.atropos.inference.service_checks import check_services
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
@@ -48,6 +46,11 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
         AtroposError: a value that cannot work, a service that does not answer in time, a push that failed, a run
             folder that another process holds, a full disk.
     """
+    if not (config.inference.urls or config.trainer.atropos.replay):
+        raise ConfigurationError(
+            "inference.urls is empty: give the URLs of the SGLang servers, inference.urls=[http://HOST:PORT], "
+            "or start everything with python -m recipe.atropos.launch_services"
+        )
     os.environ |= platform_variables(config)  # before verl is imported
     with gc_disabled():
         from recipe.atropos.verl_ext.driver import validate_config
@@ -94,24 +97,19 @@ def _train(config: DictConfig) -> None:
         os.environ |= scratch.current().variables()
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= interface_variables()
-    # In the background, since Ray and its workers can start while the servers still do; its thread is a daemon, so a
-    # process that fails meanwhile does not wait for it.
-    with ThreadPool(1) as background:
-        services = background.apply_async(check_services, (config, config.trainer.atropos.startup_timeout))
-        start_ray(**ray_options(config))
-        try:
-            model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
-            vocab_size = model.hf_config.get_text_config().vocab_size
-            trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
-            trainer.init_workers()
-            services.get()
-            signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "preempted", True))
-            trainer.fit()
-        except Exception:
-            keep_logs(RunDir(config.run.dir).logs / "ray")
-            raise
-        finally:
-            ray.shutdown()
+    start_ray(**ray_options(config))
+    try:
+        model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+        vocab_size = model.hf_config.get_text_config().vocab_size
+        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
+        trainer.init_workers()
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "preempted", True))
+        trainer.fit()
+    except Exception:
+        keep_logs(RunDir(config.run.dir).logs / "ray")
+        raise
+    finally:
+        ray.shutdown()
     export_model(RunDir(config.run.dir))
 
 

@@ -12,13 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from helpers.services import running_api
 from helpers.sglang import make_tiny_model, running_sglang
-from helpers.trainer import compose_config
-from recipe.atropos.config.preflight import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
-from recipe.atropos.inference.own_gateway import gateway_before
-from recipe.atropos.inference.service_checks import check_services
+from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
+from recipe.atropos.weight_sync.servers import WeightPushError
 
 API_KEY = "a-secret-of-this-test"
 PROMPT = [20, 40, 60, 80, 100]
@@ -294,25 +291,23 @@ def test_push_fails_where_retracted_requests_cannot_be_flushed(run, server):
 
 
 @pytest.mark.timeout(120)
-def test_a_pause_mode_that_cannot_work_is_refused_before_the_run(run, server, tmp_path, caplog):
-    def check(api, mode):
-        options = [f"inference.urls=[{server.url}]", f"inference.api_key={API_KEY}", f"run.dir={tmp_path}"]
-        options += [f"trainer.atropos.api_url={api.url}", f"trainer.atropos.weight_sync.pause_mode={mode}"]
-        config = compose_config(f"actor_rollout_ref.model.path={server.old}", *options)
-        with gateway_before(config):
-            check_services(config, timeout=10)
+def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(run, server, tmp_path, caplog):
+    async def check(client, mode):
+        options = {"transport": "disk", "directory": tmp_path, "pause_mode": mode}
+        await AtroposCheckpointEngine(1, True, urls=[server.url], **options)._check(client)
 
     async def test(client):
         capabilities = await client.capabilities()
-        with running_api(tmp_path) as api:
-            for mode in ("auto", "abort"):
-                await asyncio.to_thread(check, api, mode)
-            assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
-            if capabilities.flushes_retracted:
-                await asyncio.to_thread(check, api, "retract")
-            else:
-                with pytest.raises(ConfigurationError, match=f"pause_mode=retract does not work with .*{server.url}"):
-                    await asyncio.to_thread(check, api, "retract")
+        for mode in ("auto", "abort"):
+            await check(client, mode)
+        assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
+        if capabilities.flushes_retracted:
+            await check(client, "retract")
+        else:
+            with pytest.raises(WeightPushError, match=f"pause_mode=retract does not work with .*{server.url}"):
+                await check(client, "retract")
+        with pytest.raises(WeightPushError, match=f"pause_mode=unknown does not work with .*{server.url}"):
+            await check(client, "unknown")
 
     run(test)
 

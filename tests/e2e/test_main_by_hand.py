@@ -36,5 +36,11 @@ def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_pat
     url = f"http://127.0.0.1:{free_port()}"
     options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=5"]
     done = train(tmp_path, *options, f"inference.urls=[{url}]", f"trainer.atropos.api_url={url}", seconds=900)
-    expected = rf"error: nothing usable at (inference.urls|trainer.atropos.api_url)={url}"
-    assert done.returncode == 1 and re.search(expected, words(done.stdout)), done.stdout
+    expected = f"error: no SGLang server answered for 5 s; see their logs: {url}/model_info: cannot connect"
+    assert done.returncode == 1 and expected in words(done.stdout), done.stdout
+
+
+def test_a_trainer_without_the_address_of_a_server_says_so(tmp_path, model_path):
+    done = train(tmp_path, "preset=demo", f"actor_rollout_ref.model.path={model_path}", seconds=60)
+    assert done.returncode == 1 and "error: inference.urls is empty" in words(done.stdout), done.stdout
+    assert not (tmp_path / "runs").exists()

@@ -301,7 +301,7 @@ class Atropos(Section):
     timeout: Seconds = about("Seconds for one request to the API")
     retry_attempts: Count = about("Attempts to reach the API at first, with exponential backoff")
     retry_delay: Seconds = about("Seconds before the second attempt")
-    startup_timeout: Seconds = about("Seconds for API and servers to answer at the start")
+    startup_timeout: Seconds = about("Seconds for the servers to answer before the first push")
     max_wait_time: Seconds | None = about("Longest wait for a batch, in seconds; null: 600, or more for long answers")
     join_timeout: Seconds = about("The same where environment.target=null: for environments to join or return")
     max_restarts: Limit = about("Restarts of the trainer before the run ends")

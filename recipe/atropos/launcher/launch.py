@@ -57,7 +57,7 @@ async def launch(run: Run) -> None:
             f"behind {inference.gateway}",
             soft_wrap=True,
         )
-        # The trainer waits for the servers as it starts. Colocated servers must measure the free GPU memory first.
+        # The trainer waits for the servers before it pushes. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
         trainer = start_trainer(run, api, inference, run.files.evaluated) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")

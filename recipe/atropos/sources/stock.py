@@ -66,7 +66,8 @@ def _is_stock(config: DataSourceConfig) -> bool:
             except TrajectoryApiError as error:
                 if error.status == 404:
                     return True
-                raise DataSourceError(str(error)) from error
+                key = "trainer.atropos.api_url"
+                raise DataSourceError(f"{key}={config.api_url}: {error}; start it or correct {key}") from error
             return False
 
     if stock := asyncio.run(ask()):

@@ -135,12 +135,30 @@ class AtroposCheckpointEngine(CheckpointEngine):
             await check_model(client, trained, str(self.dtype).removeprefix("torch."))
             await self._check_names(client)
         await self._transport.check_server(client)
+        if self._transport.pauses:
+            self._check_pause_mode(client.url, capabilities)
         if capabilities.arguments.get("pp_size", 1) != 1:  # read in SGLang 0.5.23, scheduler_pp_mixin.py
             raise WeightPushError(
                 f"{client.url} runs with pp_size={capabilities.arguments['pp_size']}, and such a server goes on "
                 "generating while it is paused: start it with tp_size instead"
             )
         self._capabilities[client.url] = capabilities
+
+    def _check_pause_mode(self, url: str, capabilities: Capabilities) -> None:
+        try:
+            mode = capabilities.safe_pause_mode(self.pause_mode)
+        except ValueError as error:
+            raise WeightPushError(
+                f"trainer.atropos.weight_sync.pause_mode={self.pause_mode} does not work with inference.urls={url}: "
+                f"{error}"
+            ) from error
+        if self.pause_mode == "auto" and mode == "abort":
+            logger.warning(
+                "%s runs SGLang %s, which cannot flush its cache with retracted requests: each push ends the requests "
+                "that run (finish_reason abort), and environments lose these groups",
+                url,
+                capabilities.version,
+            )
 
     async def _check_names(self, client: SGLangClient) -> None:
         """Check that a server that loaded its checkpoint from another path has the same tensors as the trainer's."""

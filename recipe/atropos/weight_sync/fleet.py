@@ -3,8 +3,9 @@
 The gateway in front of them sends no requests to servers that lack it.
 
 - A server that does not answer is removed: logged once, counted (``weight_sync/servers_removed``), not pushed to.
-- If no server answers, the trainer waits for one, at most ``trainer.atropos.weight_sync.timeout`` seconds; then the
-  error names them all.
+- All must answer before the first push, within ``trainer.atropos.startup_timeout`` seconds.
+- If later no server answers, the trainer waits for one, at most ``trainer.atropos.weight_sync.timeout`` seconds; then
+  the error names them all.
 - The gateway admits exactly the servers that hold the active version, also after the gateway restarts.
 """
 
@@ -85,20 +86,21 @@ class ServerFleet:
         self._remove(errors)
         return versions
 
-    def wait_for(self, least: int) -> dict[str, str]:
+    def wait_for(self, least: int, limit: float | None = None) -> dict[str, str]:
         """Poll until ``least`` servers answer; return the weight version of each.
 
         Raises:
-            ServersGone: fewer than ``least`` answer within ``timeout`` seconds.
+            ServersGone: fewer than ``least`` answer within ``limit`` seconds, by default ``timeout``.
         """
-        deadline = time.monotonic() + self.timeout
+        limit = self.timeout if limit is None else limit
+        deadline = time.monotonic() + limit
         if len(versions := self.look()) < least:
-            logger.error("%d SGLang servers answer, %d must: waiting %g s", len(versions), least, self.timeout)
+            logger.error("%d SGLang servers answer, %d must: waiting %g s", len(versions), least, limit)
         while len(versions) < least:
             if time.monotonic() > deadline:
                 who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
                 reasons = "; ".join(self._errors.values())
-                raise ServersGone(f"{who} answered for {self.timeout:g} s; see their logs: {reasons}")
+                raise ServersGone(f"{who} answered for {limit:g} s; see their logs: {reasons}")
             time.sleep(_LOOK_SECONDS)
             versions = self.look()
         return versions

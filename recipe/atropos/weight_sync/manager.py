@@ -37,7 +37,8 @@ class WeightSyncManager:
     ``version`` is the trainer step whose weights they serve, None before the first push. It advances only after a push
     succeeds on each of its servers and passes ``verify``, if given, which returns metrics or raises. ``memory``, if
     given, is the memory that the servers release to the trainer between ``offload_servers`` and the next push.
-    ``adapter_only``: only a LoRA adapter is pushed. ``timeout``: seconds for one push.
+    ``adapter_only``: only a LoRA adapter is pushed. ``timeout``: seconds for one push; ``startup_timeout``: in which
+    all servers must answer before the first.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class WeightSyncManager:
         *,
         adapter_only: bool,
         timeout: float,
+        startup_timeout: float,
         verify: Callable[[int, list[str]], dict[str, float]] | None = None,
         memory: SharedMemory | None = None,
     ):
@@ -54,6 +56,7 @@ class WeightSyncManager:
         self.fleet = fleet
         self.adapter_only = adapter_only
         self.timeout = timeout
+        self.startup_timeout = startup_timeout
         self.verify = verify
         self.memory = memory
         self.version: int | None = None
@@ -62,7 +65,8 @@ class WeightSyncManager:
         """Push the actor's weights as version ``global_steps`` to every server that answers; returns metrics.
 
         Raises:
-            ServersGone: no server is left, or one died in each of several consecutive pushes.
+            ServersGone: no server is left, or one died in each of several consecutive pushes; before the first push,
+                one is missing.
             GatewayError: the gateway does not answer or refuses.
             ray.exceptions.RayTaskError: the push failed (caused by a ``WeightPushError``) although no server died.
             WeightPushError: a server does not compute with the pushed weights.
@@ -73,6 +77,8 @@ class WeightSyncManager:
         if self.adapter_only:
             # unique, also among pushes of that version by earlier trainers
             self.fleet.next_adapter = f"{ADAPTER_PREFIX}{global_steps}-{uuid.uuid4().hex[:8]}"
+        if first:
+            self.fleet.wait_for(len(self.fleet.urls), self.startup_timeout)
         for _ in range(attempts):
             targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
@@ -193,6 +199,7 @@ def build_manager(
         fleet,
         adapter_only=model.lora_rank > 0 and not model.lora.merge,
         timeout=2 * timeout,  # gathering and staging precede the requests that the timeout is for
+        startup_timeout=config.trainer.atropos.startup_timeout,
         verify=verify,
         memory=memory,
     )

@@ -197,6 +197,7 @@ def test_start_checks_and_decides_the_device_once(counted, tmp_path, model_path,
     monkeypatch.setattr(main, "_train", main.ray_options)
     monkeypatch.setattr(main, "gateway_before", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(main, "installed_versions", lambda python: {})
+    given += ["inference.urls=[http://127.0.0.1:1]"]
     by_hand = load_config(["preset=demo", *given])
     assert counted(main.train, by_hand) == {"check_config": 1, "decide_device": 1}
     with RunDir(tmp_path / "run").lock() as descriptor:

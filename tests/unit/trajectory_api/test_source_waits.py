@@ -10,13 +10,16 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
 from helpers.services import group, post
+from helpers.trainer import compose_config
 from helpers.trajectory_api import REGISTRATION
 from helpers.waiting import until
 from recipe.atropos.sources import numbered as data_source
-from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, Registration
+from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
+from recipe.atropos.sources.stock import open_source
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.utils.process import free_port
 
 
 @contextlib.contextmanager
@@ -134,3 +137,10 @@ async def test_an_api_is_tried_as_often_as_the_configuration_says():
             with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 1 s; is the Trajectory API up"):
                 await client.status()
     assert len(times) == 2 and times[1] - times[0] >= 1
+
+
+def test_an_api_that_is_not_there_is_named_with_its_key():
+    url = f"http://127.0.0.1:{free_port()}"
+    options = [f"trainer.atropos.api_url={url}", "trainer.atropos.retry_attempts=2"]
+    with pytest.raises(DataSourceError, match=f"trainer.atropos.api_url={url}: .* for 0.5 s; is the Trajectory API up"):
+        open_source(compose_config("actor_rollout_ref.model.path=m", *options), 0, 0)

@@ -82,7 +82,8 @@ def served(quick):
 
 
 def manager_of(served, **options):
-    return WeightSyncManager(served.group, served.fleet, **{"adapter_only": False, "timeout": 30} | options)
+    defaults = {"adapter_only": False, "timeout": 30, "startup_timeout": 1}
+    return WeightSyncManager(served.group, served.fleet, **defaults | options)
 
 
 def die(served, number):
@@ -170,11 +171,21 @@ def test_manager_names_an_adapter_anew_for_each_version(served, adapter_only):
 def test_manager_is_built_as_the_configuration_says(options, adapter_only, tmp_path):
     """A push takes twice the seconds of its requests; only colocated servers have memory to release."""
     urls = ["inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}", "trainer.atropos.weight_sync.timeout=7"]
+    urls += ["trainer.atropos.startup_timeout=3"]
     for colocated in (True, False):
         config = compose_config("actor_rollout_ref.model.path=m", *urls, f"inference.colocated={colocated}", *options)
         manager = build_manager(config, None, 10, None)
-        assert (manager.adapter_only, manager.timeout, manager.fleet.timeout) == (adapter_only, 14, 7)
+        limits = manager.timeout, manager.fleet.timeout, manager.startup_timeout
+        assert (manager.adapter_only, *limits) == (adapter_only, 14, 7, 3)
         assert (manager.memory is not None) is colocated
+
+
+def test_manager_begins_only_with_every_server(served):
+    manager = manager_of(served, startup_timeout=0.3)
+    die(served, 1)
+    with pytest.raises(ServersGone, match=f"only 1 of 2 SGLang servers answered for 0.3 s.*{served.fleet.urls[1]}"):
+        manager.update_weights(0)
+    assert not served.group.pushes and manager.version is None
 
 
 def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):
