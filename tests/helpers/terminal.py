@@ -66,10 +66,6 @@ class Terminal:
         """Close the terminal's window."""
         os.close(self._master)
 
-    def echoes(self):
-        """Whether the terminal shows what is typed."""
-        return bool(termios.tcgetattr(self._master)[3] & termios.ECHO)
-
     @property
     def raw(self):
         """All that was written, with control sequences."""

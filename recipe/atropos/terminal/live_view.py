@@ -11,7 +11,6 @@ Guarantees:
 import contextlib
 import os
 import sys
-import termios
 import threading
 import time
 from collections import deque
@@ -48,24 +47,6 @@ def _in_foreground() -> bool:
         return True
 
 
-@contextlib.contextmanager
-def _keys_unseen() -> Iterator[None]:
-    """While the block runs, the terminal shows no key: each would shift the view, which is drawn over itself."""
-    try:
-        terminal = sys.stdin.fileno()
-        before = termios.tcgetattr(terminal)
-    except (OSError, ValueError, termios.error):
-        yield
-        return
-    changed = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(terminal, termios.TCSADRAIN, changed)
-    try:
-        yield
-    finally:
-        if _in_foreground():  # else the system would stop this process, and the shell has set its own
-            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
 class LiveView(Live):
     """Context manager that shows the run in ``directory`` on ``console``; see the module.
 
@@ -81,14 +62,13 @@ class LiveView(Live):
         self._problem = ""
         self._printed: deque[ConsoleRenderable] = deque(maxlen=_KEPT_LINES)
         self._size = console.size
-        self._done, self._keys = threading.Event(), _keys_unseen()
+        self._done = threading.Event()
         super().__init__(
             console=console, get_renderable=self._draw, refresh_per_second=_DRAWN_PER_SECOND, transient=True
         )
 
     def __enter__(self) -> "LiveView":
         self._read()
-        self._keys.__enter__()
         super().__enter__()
         threading.Thread(target=self._keep_reading, name="live-view", daemon=True).start()
         LiveView.shown = self
@@ -101,7 +81,6 @@ class LiveView(Live):
             super().__exit__(kind, error, at)
         finally:
             self.console.show_cursor()
-            self._keys.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def doing(self, text: str, log: Path | None) -> Iterator[None]:
