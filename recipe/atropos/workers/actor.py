@@ -9,6 +9,7 @@ Guarantees:
 
 import math
 import tempfile
+import time
 import uuid
 from collections import ChainMap
 from pathlib import Path
@@ -42,6 +43,7 @@ _FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "positio
 _FORWARD_KEYS += ["row_temperature"]  # if rows were sampled at different temperatures
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _UPDATE_KEYS += ["trajectory_share"]  # if a trajectory has several rows
+_RESERVE_SECONDS = 10.0  # for a Ray that no node joins to reserve what it has
 
 
 class DevicePool(RayResourcePool):
@@ -49,7 +51,7 @@ class DevicePool(RayResourcePool):
 
     verl requests three CPUs per rank, for worker groups that this trainer does not have, and waits without a timeout.
 
-    ``grows``: nodes may join Ray meanwhile; where they may not, what it lacks now is an error at once.
+    ``grows``: nodes may join Ray meanwhile; where they may not, 10 s suffice.
 
     Raises:
         ConfigurationError: Ray cannot place the ranks within ``timeout`` seconds.
@@ -57,20 +59,8 @@ class DevicePool(RayResourcePool):
 
     def __init__(self, ranks: list[int], name: str, timeout: float, grows: bool):
         super().__init__(ranks, use_gpu=True, name_prefix=name, max_colocate_count=1)
-        self.timeout = timeout
-        if not grows:
-            self._check_available()
+        self.timeout = timeout if grows else min(timeout, _RESERVE_SECONDS)
         self.pgs = self._reserve()
-
-    def _check_available(self) -> None:
-        resource = get_platform().ray_resource_name()
-        wanted, available = sum(self.store), int(ray.available_resources().get(resource, 0))
-        if available < wanted:
-            more = "raise ray_kwargs.ray_init.num_cpus" if resource == "CPU" else "set trainer.device=cpu"
-            raise ConfigurationError(
-                f"trainer.nnodes * trainer.n_gpus_per_node = {wanted} ranks, but Ray has {available} {resource}s free; "
-                f"lower them or {more}"
-            )
 
     def _reserve(self) -> list[PlacementGroup]:
         bundle = {"CPU": 1, get_platform().ray_resource_name(): 1}
@@ -78,8 +68,8 @@ class DevicePool(RayResourcePool):
             placement_group([bundle] * ranks, strategy="STRICT_PACK", name=f"{self.name_prefix}{node}")
             for node, ranks in enumerate(self.store)
         ]
-        ready, _ = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=self.timeout)
-        if len(ready) == len(groups):
+        deadline = time.monotonic() + self.timeout
+        if all(group.wait(max(0, deadline - time.monotonic())) for group in groups):
             return sort_placement_group_by_node_ip(groups)
         for group in groups:
             remove_placement_group(group)
@@ -87,7 +77,7 @@ class DevicePool(RayResourcePool):
         raise ConfigurationError(
             f"trainer.nnodes={len(self.store)} with trainer.n_gpus_per_node={self.store[0]}: Ray found no room for all "
             f"ranks of a node on one within {self.timeout:g} s; each takes {bundle}, free are {free}; lower them, or "
-            "give the cluster's nodes more CPUs"
+            "give nodes more CPUs (ray_kwargs.ray_init.num_cpus, if Ray is started here)"
         )
 
 
