@@ -350,23 +350,16 @@ def test_abort_ends_requests_with_what_they_have(run):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [("no folder", "HTTP 400: "), ("no weights", "HTTP 400: .*weights"), ("cut weights", "not sent, .* is damaged")],
-)
+@pytest.mark.parametrize(("damage", "message"), [("no folder", ""), ("no weights", ".*weights")])
 def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_path, damage, message):
     broken = tmp_path / "broken"
     if damage != "no folder":
         shutil.copytree(server.new, broken)
-        weights = broken / "model.safetensors"
-        if damage == "no weights":
-            weights.unlink()
-        else:
-            weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+        (broken / "model.safetensors").unlink()
 
     async def test(client):
         before = await greedy(client)
-        with pytest.raises(InferenceError, match=rf"http://.*/update_weights_from_disk: {message}"):
+        with pytest.raises(InferenceError, match=rf"http://.*/update_weights_from_disk: HTTP 400: {message}"):
             await client.update_weights_from_disk(broken, "9")
         assert await client.weight_version() == "0"
         await client.flush_cache()

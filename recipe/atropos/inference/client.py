@@ -34,7 +34,6 @@ from typing import Any, Literal, Self
 
 import aiohttp
 import orjson
-from safetensors import SafetensorError, safe_open
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
 
 from recipe.atropos.errors import AtroposError
@@ -264,18 +263,9 @@ class SGLangClient:
         Unless paused, the server first waits until no request runs. When paused and holding a request, SGLang 0.5.12
         crashes on ``flush_cache=True``: pass False there and call `flush_cache`, which only fails. If the server cannot
         see the folder, it takes the path for a name on the Hugging Face Hub, looks there, and refuses; version and
-        weights then stay as they were. A corrupt file would crash it (it rolls back by reading the same file again), so
-        files visible from here are checked first. Neither side checks names and shapes: a missing tensor silently keeps
-        its old value.
+        weights then stay as they were. A corrupt file crashes it: it rolls back by reading the same file again. Neither
+        side checks names and shapes: a missing tensor silently keeps its old value.
         """
-        for file in sorted(Path(model_path).glob("*.safetensors")):
-            try:
-                with safe_open(file, framework="numpy"):
-                    pass  # opening compares the header with the size of the file
-            except (SafetensorError, OSError) as error:
-                raise InferenceError(
-                    self.url, "/update_weights_from_disk", f"not sent, {file} is damaged ({error}): write it again"
-                ) from error
         await self._call(
             "POST",
             "/update_weights_from_disk",
