@@ -54,8 +54,6 @@ class AtroposActorWorker(ActorRolloutRefWorker):
     actor_worker_cls = AtroposTrainingWorker
 
     def __init__(self, config: DictConfig, role: str, distillation: DistillationConfig | None = None, **kwargs: Any):
-        if role not in ("actor", "actor_ref"):
-            raise ValueError(f"role {role!r}: the inference engine is a process of its own; use actor or actor_ref")
         # verl's check does not allow an actor with a reference but no rollout; init_model reads only self.role.
         super().__init__(config, "actor", **kwargs)
         self.role = role
