@@ -23,7 +23,7 @@ WALKS = {
     for title, text in re.findall(r"^## The life of (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
 }
 # What the page says is for other runs: with a reward bridge, with samples that prove the version, on a terminal.
-OTHER_RUNS = {"shape", "Probe.verify", "LiveView", "RunReader"}
+OTHER_RUNS = {"shape", "probe_servers", "LiveView", "RunReader"}
 # A function's place is where it is called first; of one that waits for what the step before it sends, where it returns.
 WAITS = {"DataSource.next_batch"}
 

@@ -40,7 +40,7 @@ from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.verl_ext import worker_group
-from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.probe import probe_servers, sample
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
@@ -84,12 +84,13 @@ def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path,
         f"trainer.n_gpus_per_node={world}",
         f"trainer.atropos.weight_sync.transport={transport}",
     ) as trainer:
-        probe = Probe(trainer.checkpoint_manager.fleet, model_vocab(model_path), "float32", 1.0)
+        options = {"fleet": trainer.checkpoint_manager.fleet, "vocab_size": model_vocab(model_path)}
+        options |= {"dtype": "float32", "temperature": 1.0, "compute": trainer._log_probs_of}
         for version in (100, 101):
             metrics = trainer.checkpoint_manager.update_weights(version)
             assert metrics["weight_sync/version"] == version
             assert_serves(server, model_path)
-            assert probe.verify(version, [server], trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+            assert probe_servers(version, [server], **options)["weight_sync/probe_gap"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_probe_catches_other_weights_and_older_keys(probing, model_path, server,
         manager.verify(13, [server])
 
     asyncio.run(load(server, older, "13", flush_cache=True, resume=True))
-    Probe(manager.fleet, model_vocab(model_path), "float32", 1.0).ask([server])  # its keys are in the cache now
+    sample([server], manager.fleet, model_vocab(model_path), 1.0)  # its keys are in the cache now
     asyncio.run(load(server, newer, "14", flush_cache=False))
     with pytest.raises(WeightPushError, match="or with keys of older ones"):
         manager.verify(14, [server])

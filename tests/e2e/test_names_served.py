@@ -9,7 +9,7 @@ from helpers.families import make_family
 from helpers.sglang import call, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, started
 from recipe.atropos.utils.process import unstopped
-from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.probe import probe_servers
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = pytest.mark.timeout(900)
@@ -57,10 +57,11 @@ def test_names_of_moe_models_are_served(make_model, family_server, tmp_path, fam
     )
     trainer = started(config)
     try:
-        probe = Probe(trainer.checkpoint_manager.fleet, model_vocab(model), "float32", 1.0)
+        options = {"fleet": trainer.checkpoint_manager.fleet, "vocab_size": model_vocab(model)}
+        options |= {"dtype": "float32", "temperature": 1.0, "compute": trainer._log_probs_of}
         with pytest.raises(WeightPushError, match="compute with other weights"):
-            probe.verify(0, [server], trainer._log_probs_of)
+            probe_servers(0, [server], **options)
         trainer.checkpoint_manager.update_weights(1)
-        assert probe.verify(1, [server], trainer._log_probs_of)["weight_sync/probe_gap"] < 1e-4
+        assert probe_servers(1, [server], **options)["weight_sync/probe_gap"] < 1e-4
     finally:
         close(trainer)

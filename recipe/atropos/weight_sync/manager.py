@@ -24,7 +24,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
-from recipe.atropos.weight_sync.probe import Probe
+from recipe.atropos.weight_sync.probe import probe_servers
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports.lora_adapter import ADAPTER_PREFIX
 
@@ -190,8 +190,14 @@ def build_manager(
     model = config.actor_rollout_ref.model
     verify = memory = None
     if settings.verify == "probe":
-        probe = Probe(fleet, vocab_size, inference.dtype, config.actor_rollout_ref.rollout.temperature)
-        verify = partial(probe.verify, compute=log_probs_of)
+        verify = partial(
+            probe_servers,
+            fleet=fleet,
+            vocab_size=vocab_size,
+            dtype=inference.dtype,
+            temperature=config.actor_rollout_ref.rollout.temperature,
+            compute=log_probs_of,
+        )
     if inference.colocated:
         memory = SharedMemory(fleet, settings.pause_mode, RunDir(config.run.dir).servers_offloaded)
     return WeightSyncManager(
