@@ -127,7 +127,7 @@ class ServerFleet:
 
     def _remove(self, errors: dict[str, str]) -> None:
         for url in errors.keys() - self._errors.keys():
-            logger.error("SGLang server %s is removed from rotation until it answers again: %s", url, errors[url])
+            logger.error("SGLang server %s does not answer, and gets no weights until it does: %s", url, errors[url])
         self._errors |= errors
         self.holding -= errors.keys()
 
