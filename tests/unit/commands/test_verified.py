@@ -3,6 +3,7 @@
 import pytest
 
 from recipe.atropos.commands.verify_env import Exchange, _not_sampled
+from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
@@ -28,8 +29,8 @@ def test_trained_span_is_sampled_only_if_a_reply_has_it():
         def decode(self, ids):
             return str(ids)
 
-    reply = {"meta_info": {"output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None], [-1.0, 2, None]]}}
-    exchanges = [Exchange("/generate", {}, 200, reply, 0.1), Exchange("/generate", {}, 500, "broken", 0.1)]
+    reply = SampledReply("", [4, 5, 2], [-0.5, -0.25, -1.0], {}, None)
+    exchanges = [Exchange([1], {}, answers=[reply]), Exchange([1], {})]
     group = {
         "tokens": [[1, 4, 5, 2], [1, 4, 5, 9], [1, 4, 5, 2], [1, 5, 2, 3]],
         "masks": [[-100, 4, 5, 2], [-100, 4, 5, 9], [-100, 4, 5, 2], [-100, 5, 2, -100]],
