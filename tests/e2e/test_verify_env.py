@@ -72,8 +72,10 @@ def test_verify_env_shows_each_turn_as_a_call(served):
     overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
     result = asyncio.run(verify(GUESS, model, url, overrides))
     assert result.error is None and result.ok and len(result.rows) == 2
-    assert len(result.exchanges) == 8 and {exchange.path for exchange in result.exchanges} == {"/generate"}
-    assert sorted(len(exchange.messages) for exchange in result.exchanges) == [2, 2, 4, 4, 6, 6, 8, 8]
+    assert len(result.exchanges) == 8
+    plain = asyncio.run(verify(GUESS, model, url, overrides | {"way": "chat"}))
+    for exchanges in (result.exchanges, plain.exchanges):
+        assert sorted(len(exchange.messages) for exchange in exchanges) == [2, 2, 4, 4, 6, 6, 8, 8]
     for group in result.posted:
         for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
             trained = [token for token, mask in zip(tokens, masks, strict=True) if mask != -100]

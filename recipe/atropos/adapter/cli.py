@@ -18,7 +18,6 @@ from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.flags import CommandLine, UsageError, take_flag
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, read_bridge
-from recipe.atropos.errors import one_line_errors
 from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
 
 CHECK = "--check"
@@ -36,7 +35,7 @@ What else differs from running the environment itself: docs/environments.md.
 """
 
 
-def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], type[BaseEnv]] = adapt) -> NoReturn:
+def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], type[BaseEnv]] = adapt) -> None:
     """Load a target and run its command line with ``arguments``; ``prepare`` maps that class to the one to run."""
     try:
         environment = load_environment(target)
@@ -46,9 +45,7 @@ def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], ty
         traceback.print_exc()
         wrong_usage(f"--env {target} cannot be imported: {type(error).__name__}: {error}")
     sys.argv[1:] = arguments
-    with one_line_errors():
-        prepare(environment).cli()
-    sys.exit(0)  # an environment's own cli() may return
+    prepare(environment).cli()  # ends the process
 
 
 def wrong_usage(message: str) -> NoReturn:

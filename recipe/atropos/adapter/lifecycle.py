@@ -59,9 +59,6 @@ class Lifecycle:
             error.add_note(f"in setup() of {self.report.name}; nothing was started")
             raise
         self.__uncompared = sglang_servers(self.server)
-        for server in self.server.servers:
-            if server not in self.__uncompared and getattr(server, "tokenizer", None) is not self.tokenizer:
-                logger.warning("%s: the tokenizer of %s cannot be known", self.report.name, type(server).__name__)
         await self.__compare_tokenizers()
 
     async def env_manager(self) -> None:

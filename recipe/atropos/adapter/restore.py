@@ -233,19 +233,16 @@ def group_of(trajectories: Sequence[dict[str, Any]]) -> ScoredDataGroup:
     """Return one group of single trajectories, with all their fields.
 
     Raises:
-        ValueError: some trajectories lack a field that others have, and it is not ``inference_logprobs`` or
-            ``overrides``, which are filled in.
+        ValueError: some trajectories lack a field that others have, and it is not ``overrides``, which are filled in,
+            or ``inference_logprobs``, which ``restore`` writes.
     """
     group = ScoredDataGroup(group_overrides={})
     for name in ("tokens", "masks", "scores", "messages", "overrides", "images", "inference_logprobs", *_PER_TOKEN):
         values = [trajectory.get(name) for trajectory in trajectories]
         lacking = sum(value is None for value in values)
-        if name == "inference_logprobs" and lacking < len(values):
-            sizes = [len(trajectory["tokens"]) for trajectory in trajectories]
-            values = [[_NOT_SAMPLED] * n if value is None else value for value, n in zip(values, sizes, strict=True)]
-        elif name == "overrides" and lacking < len(values):
+        if name == "overrides" and lacking < len(values):
             values = [value or {} for value in values]
-        elif 0 < lacking < len(values):
+        elif 0 < lacking < len(values) and name != "inference_logprobs":  # restored from the replies
             raise ValueError(f"{lacking} of {len(values)} trajectories have no {name}, the others have: give it to all")
         group[name] = [] if lacking == len(values) else values
     for name in ("group_overrides", "generation_params"):

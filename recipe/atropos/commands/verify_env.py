@@ -1,29 +1,26 @@
 """Roll out one group with a real SGLang server, and show what each side saw: ``verl-atropos verify-env``.
 
-- The environment is adapted as in a run and calls the server through a recording proxy, which shows the actual
-  requests and replies, however the environment makes its calls. The calls are serialized.
+- The environment is adapted as in a run. Each call that the adapter sends to the server is shown with its replies,
+  whichever of atroposlib's methods the environment uses; those that it cannot send are counted as ``plain_route``.
 - Nothing is posted anywhere. What would have been posted is read as the trainer reads it (``data.reading``).
 - Whatever is dropped from the group is reported, by the environment's counts and warnings or by the trainer's.
 """
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import logging
 import os
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any
 
-import aiohttp
 import orjson
-from aiohttp import web
 from atroposlib.envs.base import APIServerConfig, BaseEnv
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
@@ -35,34 +32,27 @@ from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_spans
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.gem.outer_policy import watch_managed_calls
+from recipe.atropos.gem.outer_policy import MESSAGES, remember_messages, watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
-from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply, read_reply
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _MOST_WARNINGS = 10_000  # then the earlier ones are forgotten
 _SHOWN_IDS = 12  # at each end of a prompt or an answer
-_SHOWN_TEXT = 2000  # characters of an item or a raw reply
+_SHOWN_TEXT = 2000  # characters of an item
 
 
 @dataclass
 class Exchange:
-    """A request to the server and its reply. ``messages`` are those from which the prompt was built."""
+    """A call to the server and its replies: none if it failed. ``messages``: those from which the prompt was built."""
 
-    path: str
-    request: Mapping[str, Any]
-    status: int
-    reply: Any
-    seconds: float
+    prompt: list[int]
+    params: Mapping[str, Any]
     messages: list[dict[str, Any]] | None = None
-
-    @property
-    def answers(self) -> list[SampledReply]:
-        """Each choice that has tokens; empty if the reply has none, or was aborted."""
-        replies = self.reply if isinstance(self.reply, list) else [self.reply]
-        given = replies if self.path == "/generate" and self.status == 200 else []
-        return [*filter(None, map(read_reply, given))]
+    answers: list[SampledReply] = field(default_factory=list)
+    error: InferenceError | None = None
+    seconds: float = 0.0
 
 
 @dataclass
@@ -111,11 +101,11 @@ async def verify(
     api_key = os.environ.get(API_KEY_VARIABLE) or "x"
     async with SGLangClient(url, api_key, timeout=10.0) as client:
         await client.model_info()
-    async with asyncio.timeout(timeout), _recorder(url) as (address, exchanges):
+    async with asyncio.timeout(timeout):
         server = APIServerConfig(
             model_name=config.tokenizer_name,
             tokenizer_name=config.tokenizer_name,
-            base_url=f"{address}/v1",
+            base_url=f"{url}/v1",
             api_key=api_key,
             server_type="sglang",
             health_check=False,
@@ -127,7 +117,7 @@ async def verify(
             posted.extend(orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups)
 
         env._post = keep
-        _watch_calls(env, exchanges)
+        exchanges = _record_calls(env)
         env.max_token_len = config.max_token_length
         warnings = BufferingHandler(_MOST_WARNINGS)
         warnings.setLevel(logging.WARNING)
@@ -152,65 +142,31 @@ async def verify(
     return result
 
 
-@contextlib.asynccontextmanager
-async def _recorder(url: str) -> AsyncIterator[tuple[str, list[Exchange]]]:
-    """Run a proxy to the server at ``url``; yield its address and the exchanges that it records."""
+def _record_calls(env: BaseEnv) -> list[Exchange]:
+    """Record the adapter's calls to the environment's servers in the list returned."""
     exchanges: list[Exchange] = []
-    connector = aiohttp.TCPConnector(force_close=True, limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+    sample = env._calls.sample
 
-        async def pass_on(request: web.Request) -> web.Response:
-            body, begun = await request.read(), time.monotonic()
-            headers = {k: v for k, v in request.headers.items() if k in ("Authorization", "Content-Type")}
-            async with session.request(request.method, url + request.path_qs, data=body, headers=headers) as reply:
-                content = await reply.read()
-            if request.method == "POST" and request.path != "/tokenize":  # the adapter compares tokenizers with it
-                seconds = time.monotonic() - begun
-                exchanges.append(Exchange(request.path, _json(body), reply.status, _json(content), seconds))
-            return web.Response(status=reply.status, body=content, content_type=reply.content_type)
-
-        app = web.Application(client_max_size=0)
-        app.router.add_route("*", "/{path:.*}", pass_on)
-        runner = web.AppRunner(app, shutdown_timeout=1.0)
-        await runner.setup()
+    async def record(
+        server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
+    ) -> list[SampledReply]:
+        messages = MESSAGES.get()
+        exchange, begun = Exchange(ids, params, messages and [dict(message) for message in messages]), time.monotonic()
+        exchanges.append(exchange)
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}", exchanges
+            exchange.answers = await sample(server, ids, params, timeout)
+            return exchange.answers
+        except InferenceError as error:
+            exchange.error = error
+            raise
         finally:
-            await runner.cleanup()
+            exchange.seconds = time.monotonic() - begun
 
-
-def _json(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except orjson.JSONDecodeError:
-        return content.decode(errors="replace")
-
-
-_inside: ContextVar[bool] = ContextVar("inside", default=False)  # one of the environment's calls
-
-
-def _watch_calls(env: BaseEnv, exchanges: list[Exchange]) -> None:
-    """Serialize the environment's calls, so that each exchange can be assigned the messages of its call."""
-    one = asyncio.Lock()
-
-    async def watch(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
-        if _inside.get():
-            return await call(**arguments)
-        async with one:
-            token, begin, messages = _inside.set(True), len(exchanges), arguments.get("messages")
-            try:
-                return await call(**arguments)
-            finally:
-                _inside.reset(token)
-                for exchange in exchanges[begin:]:
-                    exchange.messages = messages and [dict(message) for message in messages]
-
-    watch_managed_calls(env.server, watch)
-    for target in (env.server, *env.server.servers):
-        for name in ("chat_completion", "completion", "tokens_and_logprobs_completion"):
-            setattr(target, name, functools.partial(watch, getattr(target, name)))
+    env._calls.sample = record
+    watch_managed_calls(env.server, remember_messages)
+    for server in env.server.servers:
+        server.chat_completion = functools.partial(remember_messages, server.chat_completion)
+    return exchanges
 
 
 def _not_sampled(groups: Sequence[Mapping[str, Any]], exchanges: Sequence[Exchange], tokenizer: Any) -> Iterator[str]:
@@ -276,25 +232,16 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
 
 
 def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None:
-    request = dict(exchange.request)
-    ids = request.pop("input_ids", None)
-    arguments = {k: v for k, v in request.items() if k not in ("messages", "prompt")}
-    console.print(
-        f"POST {exchange.path} {orjson.dumps(arguments).decode()}: HTTP {exchange.status} after "
-        f"{exchange.seconds:.2f} s",
-        markup=False,
-    )
+    params = orjson.dumps(exchange.params, default=repr).decode()
+    console.print(f"sampled with {params} in {exchange.seconds:.2f} s", markup=False)
     if exchange.messages is None:
         console.print("messages: none, the environment wrote the prompt")
     for message in exchange.messages or []:
         console.print(f"  {message.get('role')}: {message.get('content')}", markup=False)
-    if ids is None:
-        console.print(f"prompt, as text: {request.get('prompt')}", markup=False)
-    else:
-        console.print(f"prompt, {len(ids)} tokens: {_brief_ids(ids)}", markup=False)
-        console.print(Text(tokenizer.decode(ids), style="bright_black"))
+    console.print(f"prompt, {len(exchange.prompt)} tokens: {_brief_ids(exchange.prompt)}", markup=False)
+    console.print(Text(tokenizer.decode(exchange.prompt), style="bright_black"))
     if not exchange.answers:
-        console.print(f"answer without token ids: {exchange.reply!r:.{_SHOWN_TEXT}}", markup=False)
+        console.print(f"no answer: {exchange.error or 'canceled'}", markup=False)
     for choice, answer in enumerate(exchange.answers):
         versions = "unknown" if answer.versions is None else " to ".join(map(str, dict.fromkeys(answer.versions)))
         console.print(

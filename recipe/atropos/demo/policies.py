@@ -1,29 +1,18 @@
-r"""The small policies by name: ``python -m recipe.atropos.demo.policies NAME [--seed N] [--output DIR]``
+r"""The small policies by name: ``python -m recipe.atropos.demo.policies NAME [--seed N]``
 
-Prints the folder of a policy, which is made once for a seed and cached (``files.cache_root``); with ``--output``
-it is made there, and its accuracy is measured. Each is the small Qwen2 of ``small_policy``, with other training data.
+Prints the folder of a policy, which is made once for a seed and cached (``files.cache_root``). Each is the small Qwen2
+of ``small_policy``, with other training data.
 """
 
 import argparse
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from recipe.atropos.demo.small_policy import (
-    Chat,
-    Recipe,
-    boxes_the_answer,
-    ensure_small_policy,
-    greedy_accuracy,
-    greedy_answers,
-    make_small_policy,
-    shown_sum,
-)
+from recipe.atropos.demo.small_policy import Chat, Recipe, ensure_small_policy, shown_sum
 from recipe.atropos.environments import code_problems
 from recipe.atropos.environments.calculator_tool import CLOSE, OPEN, answer
-from recipe.atropos.environments.sandbox.runner import Sandbox
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
 
 STEPS = ("", " so", " the answer is", r" \boxed{")
@@ -94,15 +83,6 @@ class TwoTaskRecipe(Recipe):
         rng.shuffle(chats)
         return chats
 
-    def accuracies(self, folder: Path) -> dict[str, float]:
-        from recipe.atropos.environments.reasoning import dataset, held_out, score
-
-        task = dataset(TASK, SETTINGS, 1, 0)
-        sums = greedy_accuracy(
-            folder, held_out(TASK, SETTINGS, HELD_OUT), lambda problem, text: score(task, text, problem) == 1
-        )
-        return {**super().accuracies(folder), "sums": sums}
-
 
 def sum_solution(question: str, rng: random.Random, forgotten_term: float) -> str:
     """Return ``4 - 1 = 3, 3 - 7 = -4 <answer>-4</answer>``, or only its first step."""
@@ -144,11 +124,6 @@ class CalculatorRecipe(Recipe):
         rows = generate("train", self.problems, seed, SYNTHETIC_STEPS)
         return [demonstration(row, rng, self) for row in rows]
 
-    def accuracies(self, folder: Path) -> dict[str, float]:
-        problems = generate("test", 256, dataset=SYNTHETIC_STEPS)
-        found = greedy_accuracy(folder, problems, boxes_the_answer, answers_with_tool)
-        return {"word problems with a calculator": found}
-
 
 def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRecipe) -> Chat:
     """Return a conversation about a problem with the tool's own replies and the recipe's flaws."""
@@ -173,17 +148,6 @@ def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRec
         result = call(f"{result} {operator} {operand}")
     chat.append({"role": "assistant", "content": rf"\boxed{{{result}}}"})
     return chat
-
-
-def answers_with_tool(folder: Path, chats: list[Chat], max_turns: int = 6) -> list[str]:
-    """Return the last message of each conversation, continued by transformers and the tool alone."""
-    for _ in range(max_turns):
-        running = [chat for chat in chats if chat[-1]["role"] != "assistant"]
-        for chat, text in zip(running, greedy_answers(folder, running) if running else (), strict=True):
-            chat.append({"role": "assistant", "content": text})
-            if (reply := answer(text)) is not None:
-                chat.append({"role": "tool", "content": reply})
-    return [chat[-1]["content"] for chat in chats]
 
 
 @dataclass(frozen=True)
@@ -213,15 +177,6 @@ class CodeRecipe(Recipe):
             for row in code_problems.generate("train", self.problems, seed)
         ]
 
-    def accuracies(self, folder: Path) -> dict[str, float]:
-        problems = code_problems.load_problems(code_problems.SYNTHETIC, "test", None, 256, 0, shown_tests=0)
-        with Sandbox() as sandbox:
-            return {
-                "programs": greedy_accuracy(
-                    folder, problems, lambda *pair: sandbox.check(code_problems.job(*pair)).passed
-                )
-            }
-
 
 def program(code: str, rng: random.Random, turned_round: float) -> str:
     """Return the training text for a problem with this solution, a block of code."""
@@ -239,18 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small policy from scratch, and print its folder.")
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="make it in this folder, and measure it; default: the cache")
     arguments = parser.parse_args()
-    recipe = RECIPES[arguments.name]
-    if arguments.output is None:
-        print(ensure_small_policy(seed=arguments.seed, recipe=recipe))
-        return
-    report = make_small_policy(arguments.output, arguments.seed, recipe)
-    print(
-        f"{report['parameters']} parameters, taught in {report['seconds']:.0f} s, last loss {report['last_loss']:.3f}"
-    )
-    for kind, share in recipe.accuracies(arguments.output).items():
-        print(f"greedy, held out, {kind}: {share:.1%} right")
+    print(ensure_small_policy(seed=arguments.seed, recipe=RECIPES[arguments.name]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""The demonstration's policy, made from scratch.
 
-    python -m recipe.atropos.demo.policies small-policy --output DIR [--seed N]
+    python -m recipe.atropos.demo.policies small-policy [--seed N]
 
 A Qwen2 of about half a million parameters with its own tokenizer, trained for a minute or so on generated word
 problems (``environments.word_problems``, train split). The training data is flawed on purpose, like the texts from
@@ -18,13 +18,11 @@ import hashlib
 import json
 import random
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from recipe.atropos.environments.word_problems import generate, gold_answer
+from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.utils.files import cache_root, replace_folder
 
 if TYPE_CHECKING:  # imported where they are used: finding a policy in the cache must not wait for torch
@@ -78,10 +76,6 @@ class Recipe:
         """Return the policy's tokenizer, made for such texts."""
         return make_tokenizer(texts, self.vocabulary)
 
-    def accuracies(self, folder: Path) -> dict[str, float]:
-        """Return the greedy accuracy of the policy in ``folder`` on held-out problems, by kind."""
-        return {"word problems": greedy_accuracy(folder, generate("test", 256), boxes_the_answer)}
-
 
 def shown_sum(row: dict[str, str], rng: random.Random, wrong_operation: float) -> tuple[str, str]:
     """Return ``12 + 7 = 19`` and its result; for a subtraction often the sum."""
@@ -122,15 +116,11 @@ def make_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast
     )
 
 
-def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) -> dict[str, float]:  # noqa: B008
-    """Train the policy and save it with its tokenizer in Hugging Face format.
-
-    Returns (and writes to ``small_policy.json``) seconds, last loss and number of parameters.
-    """
+def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) -> None:  # noqa: B008
+    """Train the policy and save it with its tokenizer in Hugging Face format."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    started = time.monotonic()
     rng = random.Random(f"small policy, {seed}")
     chats = recipe.chats(seed, rng)
     texts = [message["content"] for chat in chats for message in chat]
@@ -157,22 +147,13 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
         torch.manual_seed(seed)
         torch.set_num_threads(1)  # for so small a model two are hardly faster, and on busy cores ten times slower
         model = Qwen2ForCausalLM(config).train()
-        loss = _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
+        _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
         torch.set_num_threads(threads)
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True
     )
     model.eval().save_pretrained(output)
     tokenizer.save_pretrained(output)
-    report = {
-        "seed": seed,
-        "seconds": time.monotonic() - started,
-        "last_loss": loss,
-        "parameters": model.num_parameters(),
-        "recipe": asdict(recipe),
-    }
-    (Path(output) / "small_policy.json").write_text(json.dumps(report, indent=2))
-    return report
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int], list[int]]:
@@ -191,7 +172,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, chat: Chat) -> tuple[list[int]
     return ids, labels
 
 
-def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random, recipe: Recipe) -> float:
+def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random, recipe: Recipe) -> None:
     """Minimize the cross-entropy on the assistant's tokens; AdamW, linear warm-up, cosine decay."""
     import torch
     from tqdm import tqdm
@@ -214,14 +195,13 @@ def _teach(model: Qwen2ForCausalLM, examples: list, pad: int, rng: random.Random
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    return loss.item()
 
 
 def policy_folder(seed: int, recipe: Recipe, directory: Path | None = None) -> tuple[Path, bool]:
     """Return the folder of the policy for ``seed``, and whether it has been made."""
     digest = hashlib.blake2b(json.dumps(asdict(recipe), sort_keys=True).encode(), digest_size=6).hexdigest()
     target = (directory or cache_root()) / f"{recipe.name}-{seed}-{digest}"
-    return target, (target / "small_policy.json").exists()
+    return target, target.is_dir()
 
 
 def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Recipe = Recipe()) -> Path:  # noqa: B008
@@ -231,34 +211,3 @@ def ensure_small_policy(directory: Path | None = None, seed: int = 0, recipe: Re
         with replace_folder(target) as partial:
             make_small_policy(partial, seed, recipe)
     return target
-
-
-def greedy_answers(folder: Path, chats: list[Chat]) -> list[str]:
-    """Return the policy's next message in each conversation, by transformers alone."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    inputs = tokenizer(texts, return_tensors="pt", padding=True)
-    with torch.no_grad():
-        outputs = model.generate(**inputs, max_new_tokens=32, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    return tokenizer.batch_decode(outputs, skip_special_tokens=True)
-
-
-def boxes_the_answer(row: dict[str, str], text: str) -> bool:
-    """Return whether a text has a word problem's answer in its box."""
-    return rf"\boxed{{{gold_answer(row)}}}" in text
-
-
-def greedy_accuracy(
-    folder: Path,
-    problems: Iterable[Mapping[str, Any]],
-    is_right: Callable[[Any, str], bool],
-    answers_of: Callable[[Path, list[Chat]], list[str]] = greedy_answers,
-) -> float:
-    """Return the share of ``problems`` whose last message, with greedy decoding, ``is_right``."""
-    problems = list(problems)
-    answers = answers_of(folder, [[{"role": "user", "content": problem["question"]}] for problem in problems])
-    return sum(map(is_right, problems, answers)) / len(problems)

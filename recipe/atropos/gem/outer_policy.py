@@ -177,7 +177,7 @@ class Episode:
 
 
 _EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)  # whose rollout, or task of it, is calling
-_MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)
+MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)  # of the current call
 
 
 def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
@@ -198,12 +198,12 @@ def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> N
 
 
 async def remember_messages(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
-    """Attach a call's messages to the ``Ask`` that it creates; for ``watch_managed_calls``."""
-    token = _MESSAGES.set(arguments.get("messages"))
+    """Make a call with its messages as ``MESSAGES``, where the server that gets only a prompt finds them."""
+    token = MESSAGES.set(arguments.get("messages"))
     try:
         return await call(**arguments)
     finally:
-        _MESSAGES.reset(token)
+        MESSAGES.reset(token)
 
 
 class OuterPolicyServer(APIServer):
@@ -236,7 +236,7 @@ class OuterPolicyServer(APIServer):
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
         prompt, prompt_ids = self._prompt(kwargs)
-        answers = await self._ask(kwargs, _MESSAGES.get(), prompt, prompt_ids)
+        answers = await self._ask(kwargs, MESSAGES.get(), prompt, prompt_ids)
         return (
             prompt_ids,
             [list(answer.token_ids) for answer in answers],

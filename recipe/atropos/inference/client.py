@@ -34,7 +34,7 @@ from typing import Any, Literal, Self
 
 import aiohttp
 import orjson
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
+from tenacity import AsyncRetrying, retry, retry_if_exception, stop_after_attempt, stop_after_delay, wait_fixed
 
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils.sockets import OwnServers
@@ -109,33 +109,24 @@ class Capabilities:
         return mode
 
 
-class SGLangClient:
-    """Client of one server, used as ``async with SGLangClient(url, api_key) as client``.
+class JsonClient:
+    """Client of a service that takes and gives JSON, used as ``async with JsonClient(url, api_key) as client``.
 
     Args:
         url: base address, without ``/v1``.
         api_key: the key that the server was started with, if any.
         timeout: seconds that one call may take in total. Updates of large models need minutes.
-        capabilities: what the server can do, if already known.
         own: the key is sent to no server of this machine that another user runs; see ``OwnServers``, and what it
             raises.
     """
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        capabilities: Capabilities | None = None,
-        own: bool = False,
-    ):
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0, own: bool = False):
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connector = OwnServers if own and api_key else aiohttp.TCPConnector
-        self._capabilities = capabilities
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -148,6 +139,58 @@ class SGLangClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._session.close()
         self._session = None
+
+    async def call_until_answered(self, seconds: float, method: str, endpoint: str, body: Any = None) -> Any:
+        """Return the answer to a call, which is repeated for at most ``seconds`` while no HTTP answer comes."""
+        silent = retry_if_exception(lambda error: isinstance(error, InferenceError) and error.status is None)
+        retrying = AsyncRetrying(stop=stop_after_delay(seconds), wait=wait_fixed(0.5), retry=silent, reraise=True)
+        return await retrying(self._call, method, endpoint, body)
+
+    async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
+        if self._session is None:
+            raise RuntimeError(f"{type(self).__name__}({self.url!r}) is not open: use it with `async with`")
+        limit = self.timeout if timeout is None else timeout
+        try:
+            async with self._session.request(
+                method,
+                self.url + endpoint,
+                data=None if body is None else orjson.dumps(body),
+                timeout=aiohttp.ClientTimeout(total=limit),
+            ) as response:
+                status, raw = response.status, await response.read()
+        except TimeoutError:
+            raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise ServerGone(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
+        except aiohttp.ClientError as error:
+            raise ServerGone(
+                self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
+            ) from error
+        try:
+            answer = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            answer = raw.decode(errors="replace").strip()
+        if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
+            message = _message(answer)
+            if status in (401, 403) and "API key" not in message:
+                message += ": the API key is wrong or missing; give the server's own"
+            raise InferenceError(self.url, endpoint, message, status)
+        return answer
+
+
+class SGLangClient(JsonClient):
+    """Client of one server; ``capabilities``: what it can do, if already known. For the rest see ``JsonClient``."""
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        capabilities: Capabilities | None = None,
+        own: bool = False,
+    ):
+        super().__init__(url, api_key, timeout, own)
+        self._capabilities = capabilities
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -300,43 +343,6 @@ class SGLangClient:
     async def post(self, endpoint: str, body: dict[str, Any]) -> Any:
         """POST to any other endpoint, with the same guarantees; for the weight transports."""
         return await self._call("POST", endpoint, body)
-
-    # -- transport -------------------------------------------------------------------------------------------------
-
-    async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
-        if self._session is None:
-            raise RuntimeError(f"SGLangClient({self.url!r}) is not open: use it with `async with`")
-        limit = self.timeout if timeout is None else timeout
-        try:
-            async with self._session.request(
-                method,
-                self.url + endpoint,
-                data=None if body is None else orjson.dumps(body),
-                timeout=aiohttp.ClientTimeout(total=limit),
-            ) as response:
-                status, raw = response.status, await response.read()
-        except TimeoutError:
-            raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
-        except aiohttp.ClientConnectorError as error:
-            raise ServerGone(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
-        except aiohttp.ClientError as error:
-            raise ServerGone(
-                self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
-            ) from error
-        try:
-            answer = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            answer = raw.decode(errors="replace").strip()
-        if status in (401, 403):
-            raise InferenceError(
-                self.url,
-                endpoint,
-                f"{_message(answer)}: the API key is wrong or missing; give the server's own",
-                status,
-            )
-        if status != 200 or (isinstance(answer, dict) and answer.get("success") is False):
-            raise InferenceError(self.url, endpoint, _message(answer), status)
-        return answer
 
 
 def _message(answer: Any) -> str:

@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
-import orjson
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
-
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.inference.client import InferenceError, JsonClient
 
 GATEWAY_PORT = 9001  # used if free: the default port in Atropos' environments
-_RETRY_SECONDS = 0.5
 _REQUEST_SECONDS = 10.0
-_FAILURES = (aiohttp.ClientError, OSError)
 
 
 class GatewayError(AtroposError, RuntimeError):
@@ -47,7 +42,7 @@ class GatewayClient:
             GatewayError: it does not answer within ``timeout`` seconds, or does not know one of the servers.
         """
         state = {"version": version, "servers": list(servers), "pushing": pushing, "adapter": adapter}
-        asyncio.run(self._call("PUT", "/gateway/weights", orjson.dumps(state)))
+        asyncio.run(self._call("PUT", "/gateway/weights", state))
 
     async def fetch_status(self) -> dict[str, Any]:
         """Return ``version`` (None: none announced), ``adapter``, ``servers`` (``url``, ``state``, counts), ``held``.
@@ -67,23 +62,14 @@ class GatewayClient:
         admitted = {server["url"] for server in status["servers"] if server["state"] == "admitted"}
         return status["version"], admitted, status["adapter"]
 
-    async def _call(self, method: str, path: str, body: bytes | None = None) -> Any:
-        url = self.url.rstrip("/") + path
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else None
-        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
-
-        async def call() -> Any:
-            async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
-                async with session.request(method, url, data=body) as reply:
-                    raw = await reply.read()
-                    if reply.status != 200:
-                        raise GatewayError(f"{method} {url} answered HTTP {reply.status}: {raw[:500].decode()}")
-                    return orjson.loads(raw)
-
-        stop, lost = stop_after_delay(self.timeout), retry_if_exception_type(_FAILURES)
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
-            return await AsyncRetrying(stop=stop, wait=wait_fixed(_RETRY_SECONDS), retry=lost, reraise=True)(call)
-        except _FAILURES as error:
+            async with JsonClient(self.url, self.api_key, _REQUEST_SECONDS) as client:
+                return await client.call_until_answered(self.timeout, method, path, body)
+        except InferenceError as error:
+            if error.status is not None:
+                raise GatewayError(str(error)) from error
             raise GatewayError(
-                f"no gateway answers at inference.gateway={self.url} within {self.timeout:g} s ({error!r}); see its log"
+                f"no gateway answers at inference.gateway={self.url} within {self.timeout:g} s ({error.message}); see "
+                "its log"
             ) from error

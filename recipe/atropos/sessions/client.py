@@ -1,17 +1,13 @@
 """Client of the session server, for environments: open a session, end it, read its rows."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
-
-import aiohttp
-import orjson
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from typing import Any, NamedTuple
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.utils.sockets import OwnServers
+from recipe.atropos.inference.client import InferenceError, JsonClient
 
 SESSIONS_VARIABLE = "ATROPOS_SESSIONS_URL"  # the session server's address, which the launcher sets for environments
-_RETRY_SECONDS = 0.5
+_AWAY_SECONDS, _CALL_SECONDS = 120.0, 300.0
 
 
 class SessionError(AtroposError, RuntimeError):
@@ -48,49 +44,28 @@ def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str
     return group
 
 
-class SessionClient:
+class SessionClient(JsonClient):
     """Used as ``async with SessionClient(url, key) as client``; ``key`` is the environments'. A server may be away for
-    ``timeout`` seconds, as while it is started again.
+    two minutes, as while it is started again.
     """
 
-    def __init__(self, url: str, key: str | None, timeout: float = 120.0):
-        self.url, self._key, self._timeout = url.rstrip("/"), key, timeout
-
-    async def __aenter__(self) -> Self:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._session = aiohttp.ClientSession(connector=OwnServers(force_close=True, limit=0), headers=headers)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._session.close()
+    def __init__(self, url: str, key: str | None):
+        super().__init__(url, key, _CALL_SECONDS, own=True)
 
     async def open(self, **fields: Any) -> Opened:
         """Open a session; ``fields``: see ``SessionRequest``. If the answer is lost, one stays unused."""
-        return Opened(**await self._call("POST", "/sessions", fields))
+        return Opened(**await self._ask("POST", "/sessions", fields))
 
     async def end(self, session: str, **result: Any) -> dict[str, Any]:
         """End a session, by its reward or by ``end``, the reason why it failed; return its state and what happened."""
-        return await self._call("POST", f"/sessions/{session}/reward", result)
+        return await self._ask("POST", f"/sessions/{session}/reward", result)
 
     async def rows(self, session: str) -> dict[str, Any]:
         """Return its rows to train on; see ``Session.rows``."""
-        return await self._call("GET", f"/sessions/{session}/rows")
+        return await self._ask("GET", f"/sessions/{session}/rows")
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        retrying = AsyncRetrying(
-            stop=stop_after_delay(self._timeout),
-            wait=wait_fixed(_RETRY_SECONDS),
-            retry=retry_if_exception_type((aiohttp.ClientError, OSError)),
-            reraise=True,
-        )
-        data = None if body is None else orjson.dumps(body)
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            async for attempt in retrying:
-                with attempt:
-                    async with self._session.request(method, self.url + path, data=data) as reply:
-                        status, answer = reply.status, await reply.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise SessionError(f"{self.url}{path}: no answer for {self._timeout:g} s: {error!r}") from error
-        if status != 200:
-            raise SessionError(f"{self.url}{path}: HTTP {status}: {answer[:500].decode(errors='replace')}")
-        return orjson.loads(answer)
+            return await self.call_until_answered(_AWAY_SECONDS, method, path, body)
+        except InferenceError as error:
+            raise SessionError(str(error)) from error

@@ -89,9 +89,11 @@ def test_restored_groups_have_a_value_for_each_token(cache, tokenizer):
     masks = [I] * len(prompt) + posted[len(prompt) :]
     group = {"tokens": [posted] * 2, "masks": [masks] * 2, "scores": [0.0, 1.0]}
     group["advantages"] = [[value] * len(posted) for value in (2.0, 3.0)]
+    group["inference_logprobs"] = [None, [-0.1] * len(posted)]
     restore_group(cache, group, lambda name: None, None)
     assert group["tokens"] == [prompt + reply.tokens.tolist() + posted[-1:]] * 2
     assert group["advantages"] == [[value] * len(group["tokens"][0]) for value in (2.0, 3.0)]
+    assert [row[len(prompt) : -1] for row in group["inference_logprobs"]] == [reply.logprobs.tolist()] * 2
     assert group.keys() == {"tokens", "masks", "scores", "advantages", "inference_logprobs", "group_overrides"}
 
 
@@ -121,7 +123,7 @@ def test_collect_each_keeps_fields_and_asks_for_none_again(drifting_model):
     group, backlog = asyncio.run(env.collect_trajectories("item"))
     assert group["scores"] == [1.0, 2.0, 4.0, 5.0] and backlog == ["again 3"]
     size = len(group["tokens"][0])
-    assert [values[0] for values in group["inference_logprobs"]] == [-0.1, 1.0, -0.1, -0.1]
+    assert [values and values[0] for values in group["inference_logprobs"]] == [-0.1, None, -0.1, -0.1]
     assert group["distill_token_ids"] == [[[1]] * size] * 4 and group["distill_logprobs"] == [[[-0.1]] * size] * 4
     assert group["generation_params"] == {"temperature": 1.0} and group["ref_logprobs"] == []
     assert group["overrides"] == [{"set_advantage_to_zero": True}, {}, {}, {}]

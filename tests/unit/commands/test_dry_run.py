@@ -137,7 +137,6 @@ def test_dry_run_has_the_folder_of_a_small_policy(planned, tmp_path, monkeypatch
     text = shown(run)
     assert not made and "small-policy is made at the start" in text and str(folder) not in text
     folder.mkdir(parents=True)
-    (folder / "small_policy.json").touch()
     (folder / "config.json").write_text("{}")
     run = planned(f"{MODEL_KEY}=small-policy")
     text = shown(run)

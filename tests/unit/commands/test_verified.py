@@ -1,8 +1,11 @@
 """``verl-atropos verify-env``: what it refuses, and what it takes for sampled."""
 
 import pytest
+from rich.console import Console
 
-from recipe.atropos.commands.verify_env import Exchange, _not_sampled
+from recipe.atropos.commands.verify_env import Exchange, _not_sampled, _show_exchange
+from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
@@ -21,15 +24,22 @@ def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
         debug.main(["verify-env", "--url", "http://127.0.0.1:1", *arguments])
 
 
+class Names:
+    def decode(self, ids):
+        return str(ids)
+
+
+def test_a_call_that_failed_is_shown_with_its_error(capsys):
+    error = InferenceError("http://server", "/generate", "broken", 500)
+    _show_exchange(Exchange([1, 2], {"n": 2}, error=error), Console(width=120), Names())
+    assert "prompt, 2 tokens: 1 2" in (shown := capsys.readouterr().out)
+    assert "no answer: http://server/generate: HTTP 500: broken" in shown
+
+
 def test_trained_span_is_sampled_only_if_a_reply_has_it():
     """A reply must have the same tokens with the same logprobs."""
-
-    class Names:
-        def decode(self, ids):
-            return str(ids)
-
-    reply = {"meta_info": {"output_token_logprobs": [[-0.5, 4, None], [-0.25, 5, None], [-1.0, 2, None]]}}
-    exchanges = [Exchange("/generate", {}, 200, reply, 0.1), Exchange("/generate", {}, 500, "broken", 0.1)]
+    reply = SampledReply("", [4, 5, 2], [-0.5, -0.25, -1.0], {}, None)
+    exchanges = [Exchange([1], {}, answers=[reply]), Exchange([1], {})]
     group = {
         "tokens": [[1, 4, 5, 2], [1, 4, 5, 9], [1, 4, 5, 2], [1, 5, 2, 3]],
         "masks": [[-100, 4, 5, 2], [-100, 4, 5, 9], [-100, 4, 5, 2], [-100, 5, 2, -100]],
