@@ -250,18 +250,17 @@ def count(connection: sqlite3.Connection, counts: dict[str, int]) -> None:
     )
 
 
-def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end: int = 1 << 60) -> list[bytes]:
-    """Return the records of a batch in its order, or those from ``start`` to ``end``; [] if there is no such batch.
+def read_batch(connection: sqlite3.Connection, number: int) -> list[bytes]:
+    """Return the records of a batch in its order; [] if there is no such batch.
 
     Raises:
         DamagedRecord: one is not what was stored, or is missing.
     """
     rows = connection.execute(
-        "SELECT place, groups.id, data, digest FROM groups LEFT JOIN records USING (id) "
-        "WHERE batch = ? AND place >= ? AND place < ? ORDER BY place",
-        (number, start, end),
+        "SELECT place, groups.id, data, digest FROM groups LEFT JOIN records USING (id) WHERE batch = ? ORDER BY place",
+        (number,),
     ).fetchall()  # an error must leave no read transaction open
-    for place, (stored, id, data, digest) in enumerate(rows, start):
+    for place, (stored, id, data, digest) in enumerate(rows):
         if data is None or stored != place:
             raise _damaged(connection, f"batch {number}: group {id}", "a record is missing")
         _check_digest(connection, f"batch {number}: group {id}", id, data, digest)
@@ -276,20 +275,6 @@ def _check_digest(connection: sqlite3.Connection, what: str, id: int, data: byte
 def _damaged(connection: sqlite3.Connection, what: str, why: str) -> DamagedRecord:
     path = connection.execute("PRAGMA database_list").fetchone()[2]
     return DamagedRecord(f"{path}, {what} is damaged: {why}; {RESTORE}")
-
-
-def record_sizes(connection: sqlite3.Connection, number: int) -> list[int]:
-    """Return the bytes of each record of a batch in its order, without reading the records.
-
-    Raises:
-        DamagedRecord: one of them is missing.
-    """
-    rows = connection.execute(
-        "SELECT place, length(data) FROM groups LEFT JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
-    ).fetchall()
-    if any(size is None or stored != place for place, (stored, size) in enumerate(rows)):
-        raise _damaged(connection, f"batch {number}", "a record is missing")
-    return [size for _, size in rows]
 
 
 def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:

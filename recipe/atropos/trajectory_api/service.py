@@ -106,7 +106,6 @@ class Service:
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
-        self.damaged: dict[tuple[int, int], str] = {}  # by epoch and number of a batch
         self.begun_at = time.time()
         with named_errors(self.store.path):
             self._take(self.store.load())
