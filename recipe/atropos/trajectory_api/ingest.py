@@ -193,7 +193,6 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         for env, n in Counter(environments_of(body, packed)).items():
             environment = service.environments.touch(env) or service.environments.touch(entry.env if entry else None)
             service.count(f"refused/{error.reason}", n, environment)
-        service.save()
         if ticket is not None:
             service.release(ticket, error.reason)
         raise RequestRefused(422, str(error), reason=error.reason) from error

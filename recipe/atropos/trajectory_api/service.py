@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
 _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
 _TICK = 1.0  # s
-_OF_ENVIRONMENT = "environment/"  # prefix of what is counted of each, in the store
 QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
 AHEAD = 3  # batches, as many as BaseEnv begins by default, that groups may be in without a staleness bound
@@ -119,8 +118,8 @@ class Service:
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
         self.delivered = True  # whether the answer with batch ``served`` was written completely
-        self.posts, self.counts = loaded.posts, Counter(loaded.counts)
-        self._unsaved: Counter[str] = Counter()
+        self.posts = loaded.posts
+        self.counts: Counter[str] = Counter()  # of events since the start, or a reset
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
@@ -130,11 +129,6 @@ class Service:
             environment = Environment(number, values["name"], registration, values["connected"], values.get("key"))
             self.environments.by_id[number] = environment
             self.environments.apply_share(environment, self.queue)
-        for name in [name for name in self.counts if name.startswith(_OF_ENVIRONMENT)]:
-            number, _, counted = name.removeprefix(_OF_ENVIRONMENT).partition("/")
-            n = self.counts.pop(name)
-            if int(number) in self.environments.by_id:  # else counted amid a reset
-                self.environments.by_id[int(number)].counts[counted] = n
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)
@@ -245,11 +239,9 @@ class Service:
     # ------------------------------------------------------------------ counts and changes
 
     def count(self, name: str, n: int = 1, environment: Environment | None = None) -> None:
-        self._unsaved[name] += n
         self.counts[name] += n
         if environment is not None:
             environment.counts[name] += n
-            self._unsaved[f"{_OF_ENVIRONMENT}{environment.id}/{name}"] += n
 
     def changed(self) -> None:
         """Let environments take their turns, and wake all that wait for a batch or for room in the queue."""
@@ -276,7 +268,7 @@ class Service:
             self.forget_gone()
             self.release_hung()
             self.advance()
-            self.save()
+            self.forget_posts()
             if not large and (large := self.store.size() > self.settings.warn_bytes):
                 logger.warning("%s", self.warns()["size"])
             trainer, now = self.trainer, time.monotonic()
@@ -330,8 +322,7 @@ class Service:
             long_gone -= {kept, *(entry.env for entry in self.queue)}
         for number in long_gone:
             del self.environments.by_id[number], self.queue.environments[number]
-            self.save()
-            self.store.write(database.forget_environment, number, f"{_OF_ENVIRONMENT}{number}/")
+            self.store.write(database.forget_environment, number)
 
     def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
         """Release a ticket, and return the future of its durable end; None if it is not open."""
@@ -341,28 +332,22 @@ class Service:
         self.queue.close(entry)
         environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
         self.count(f"released/{reason}", 1, environment)
-        self.save()
         self.changed()
         return self.store.write(database.end_tickets, [ticket])
 
-    def save(self) -> None:
-        """Write counts in one of the next transactions; forget old posts."""
-        if self._unsaved:
-            counts, self._unsaved = self._unsaved, Counter()
-            self.store.write(database.count, dict(counts))
+    def forget_posts(self) -> None:
+        """Forget old posts, if there are many."""
         if len(self.posts) > 2 * database.KEPT_POSTS:
             self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
             self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
         """Take all groups out of the run, forget all registrations, and begin anew."""
-        self.save()
         self._take(await self.store.write(database.reset, epoch=self.epoch, numbers=self._reserved))
         self.latest = None
         self.changed()
 
     def close(self) -> None:
-        self.save()
         self.store.close()
 
     def warns(self) -> dict[str, Any]:
