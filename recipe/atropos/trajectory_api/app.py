@@ -79,10 +79,7 @@ class Api:
         answer = found.function(service, **arguments)
         if inspect.isawaitable(answer):
             answer = await answer
-        response = answer if isinstance(answer, web.StreamResponse) else _answer(answer)
-        if found.lost is not None and not await _written(request, response):
-            found.lost(service, answer)
-        return response
+        return answer if isinstance(answer, web.StreamResponse) else _answer(answer)
 
     def _authorized(self, request: web.BaseRequest) -> str:
         """Return the path without a secret; raise RequestRefused if access is denied."""
@@ -159,10 +156,8 @@ def _answer(value: Any, status_code: int = 200) -> web.Response:
     return web.Response(body=body, status=status_code, headers=_JSON)
 
 
-async def _written(
-    request: web.BaseRequest, response: web.StreamResponse, parts: Iterable[bytes] | None = None
-) -> bool:
-    """Write an answer, a large one in ``parts``; return whether all of it left for a client that was still there.
+async def _written(request: web.BaseRequest, response: web.StreamResponse, parts: Iterable[bytes]) -> bool:
+    """Write an answer in ``parts``; return whether all of it left for a client that was still there.
 
     Parts are made one at a time, when there is room for them, and others are served in between.
     """
@@ -170,10 +165,9 @@ async def _written(
         return False
     try:
         await response.prepare(request)
-        if parts is not None:
-            for part in parts:
-                await response.write(part)
-                await asyncio.sleep(0)  # ``write`` waits for slow clients only
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0)  # ``write`` waits for slow clients only
         await response.write_eof()
     except ConnectionError:
         return False

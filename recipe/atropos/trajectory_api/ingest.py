@@ -90,13 +90,7 @@ async def _save(service: Service, environment: Environment) -> None:
 # ---------------------------------------------------------------------- tickets
 
 
-def _ticket_lost(service: Service, answer: dict[str, Any]) -> None:
-    """Release a ticket that its environment was not told of: nobody would close it."""
-    if answer["ticket"] is not None:
-        service.release(answer["ticket"], "ticket_lost")
-
-
-@endpoint("POST", "/begin", lost=_ticket_lost)
+@endpoint("POST", "/begin")
 async def begin(
     service: Service,
     env_id: Int,
