@@ -50,7 +50,7 @@ FORGET_SECONDS = 3600.0  # since an environment that is gone was last seen, unti
 class Settings:
     """``queue_tokens``: while more are queued and a batch is complete, no tickets are issued, and answers to posts are
     delayed, by at most ``hold_seconds``. ``retention``: "all" keeps every batch, "committed" deletes those that are
-    committed. ``warn_bytes``: of the store, from which it warns.
+    committed.
     """
 
     data_dir: Path
@@ -58,7 +58,6 @@ class Settings:
     retention: str = "all"
     queue_tokens: int = 64_000_000
     hold_seconds: float = 60.0  # stock environments wait 300 s for an answer
-    warn_bytes: int = 100 << 30
 
 
 @dataclass
@@ -257,7 +256,7 @@ class Service:
 
     async def run(self) -> None:
         """Release what dead environments hold, and say why nothing goes on; until canceled, or the store has failed."""
-        said, large = 0.0, False
+        said = 0.0
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:
             await asyncio.sleep(_TICK)
@@ -269,8 +268,6 @@ class Service:
             self.release_hung()
             self.advance()
             self.forget_posts()
-            if not large and (large := self.store.size() > self.settings.warn_bytes):
-                logger.warning("%s", self.warns()["size"])
             trainer, now = self.trainer, time.monotonic()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
@@ -352,7 +349,4 @@ class Service:
 
     def warns(self) -> dict[str, Any]:
         """Return what is wrong with the store, by name."""
-        found = {"store": self.store.trouble} if self.store.trouble else {}
-        if self.store.size() > self.settings.warn_bytes:
-            found["size"] = f"{self.store.path} has {self.store.size() / 2**30:.1f} GiB; see retention"
-        return found
+        return {"store": self.store.trouble} if self.store.trouble else {}
