@@ -124,8 +124,6 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="data-dir"):
         Store(tmp_path / "file" / "x")
-    with pytest.raises(ConfigurationError, match="durability=fast"):
-        Store(tmp_path, "fast")
     async with open_store(tmp_path / "other") as (store, _):
         await store.write(database.write_run, format=1)
     for refuses in (Store, records.list_all):
