@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS, Estimator, equal_scores
 from recipe.atropos.algorithm.off_policy import correct_rollout
-from recipe.atropos.algorithm.trajectories import Joined, has_several_rows, shares_of, trajectories_of, trajectory_of
+from recipe.atropos.algorithm.trajectories import has_several_rows, shares_of, trajectories_of, trajectory_of
 from recipe.atropos.data.data_proto import real_rows
 from recipe.atropos.data.rows import DroppedRow, environment_name
 from recipe.atropos.errors import AtroposError, ConfigurationError
@@ -137,14 +137,14 @@ def compute_advantages(rows: DataProto, algorithm: DictConfig, atropos: DictConf
             "false; set it to true, or let the environment send them"
         )
     others["credit"] = np.where(own, others["credit"], None)
-    scored, joined = _scored_trajectories(rows, needs, own, algorithm.use_kl_in_reward)
+    scored, index = _scored_trajectories(rows, needs, algorithm.use_kl_in_reward)
     advantages, returns = _estimated(scored, needs, algorithm)
-    silent = _equal_returns(scored, returns, needs)[joined.index][: len(rows)] & torch.from_numpy(~own)
-    tensors["advantages"], tensors["returns"] = (
-        torch.where(tensors["response_mask"].bool(), joined.split(values)[: len(rows)], 0.0)
-        for values in (advantages, returns)
-    )
-    trained = tensors["response_mask"].bool() & torch.from_numpy(~others["zero_advantage"])[:, None]
+    silent = _equal_returns(scored, returns, needs)[index] & torch.from_numpy(~own)
+    kept, sent = tensors["response_mask"].bool(), torch.from_numpy(own)[:, None]
+    for key, values in (("advantages", advantages), ("returns", returns)):
+        values = values[index, :1] if needs.scores_only else values
+        tensors[key] = torch.where(kept, torch.where(sent, tensors["atropos_advantages"], values), 0.0)
+    trained = kept & torch.from_numpy(~others["zero_advantage"])[:, None]
     others["has_signal"] = ((tensors["advantages"] != 0) & trained & ~silent[:, None]).any(-1).numpy()
     tensors["advantages"] = shape_advantages(
         tensors["advantages"], trained, moments, atropos.advantage_normalization, atropos.advantage_clipping
@@ -158,44 +158,41 @@ def _equal_returns(rows: DataProto, returns: torch.Tensor, needs: Estimator) -> 
     return equal_scores(rows.batch["token_level_rewards"].sum(-1), rows.non_tensor_batch["uid"])
 
 
-def _scored_trajectories(
-    rows: DataProto, needs: Estimator, own: np.ndarray, kl_in_reward: bool
-) -> tuple[DataProto, Joined]:
-    """Return the trajectories of the rows, (B, R), and of a placeholder for each row dropped from their groups.
+def _scored_trajectories(rows: DataProto, needs: Estimator, kl_in_reward: bool) -> tuple[DataProto, torch.Tensor]:
+    """Return what an estimator is given, and the index in it of each row, (B,) int64.
 
-    ``own``, (B,) bool, becomes ``has_advantages``. A placeholder has its score on its first token, with mask 0. For an
-    estimator that needs ``lengths``, its mask sums to its number of trained tokens, and the other rows have their mask
-    from before any rejection.
+    That is the rows as they are; but to one of ``scores_only``, trajectories, T of the rows and of those dropped from
+    their groups: the reward of each on its first token, and a mask, (T, W), that sums to its number of trained tokens.
+    For an estimator that needs ``lengths``, that number counts dropped rows, and tokens from before any rejection.
 
     Raises:
         IncompleteGroup, ConfigurationError: see ``compute_advantages``.
     """
-    others = rows.non_tensor_batch
+    tensors, others = rows.batch, rows.non_tensor_batch
     dropped = dict(zip(others["uid"], others["dropped"], strict=True)) if needs.grouped else {}
     _refuse_dropped(dropped, needs, kl_in_reward)
-    uids = [uid for uid, lost in dropped.items() for _ in lost]
     lost = [row for group in dropped.values() for row in group]
-    keys = ("token_level_rewards", "response_mask", *needs.tensors)
-    tensors = {key: F.pad(rows.batch[key], (0, 0, 0, len(lost))) for key in keys if key in rows.batch}
-    tensors["token_level_rewards"][len(rows) :, 0] = torch.tensor([row.score for row in lost])
-    if needs.lengths:
-        tensors["response_mask"][: len(rows)] = rows.batch.get("sampled_mask", rows.batch["response_mask"])
-        tensors["response_mask"][len(rows) :, 0] = torch.tensor([row.trained_tokens for row in lost])
-    uid = np.array([*others["uid"], *uids], dtype=object)
+    uid = np.array([*others["uid"], *(uid for uid, group in dropped.items() for _ in group)], dtype=object)
     of_dropped = dict(zip(others["uid"], others["dropped_trajectories"], strict=True))
     numbers = [*others["trajectory"], *(number for uid in dropped for number in of_dropped[uid])]
-    joined = Joined(trajectory_of(uid, numbers), tensors["response_mask"])
-    if joined.several and not needs.scores_only:
-        raise ConfigurationError(
-            f"algorithm.adv_estimator={needs.name} is not defined for a trajectory of several rows; choose one of "
-            f"{_scores_only()}"
-        )
-    scores = tensors["token_level_rewards"].sum(-1)
-    scores[: len(rows)] = rows.batch["token_level_scores"].sum(-1)
-    rewards = joined.join_rewards(tensors.pop("token_level_rewards"), scores)
-    tensors = {"token_level_rewards": rewards} | {key: joined.join(values) for key, values in tensors.items()}
-    own = np.pad(own, (0, len(lost)))
-    return DataProto.from_dict(tensors, {"uid": uid[joined.first], "has_advantages": own[joined.first]}), joined
+    _, first, index = np.unique(trajectory_of(uid, numbers), return_index=True, return_inverse=True)
+    if not needs.scores_only:
+        if len(first) < len(index):
+            raise ConfigurationError(
+                f"algorithm.adv_estimator={needs.name} is not defined for a trajectory of several rows; choose one of "
+                f"{_scores_only()}"
+            )
+        keys = {"token_level_rewards", "response_mask", *needs.tensors} & set(tensors.keys())
+        return DataProto.from_dict({key: tensors[key] for key in keys}, {"uid": others["uid"]}), torch.arange(len(rows))
+    mask = tensors.get("sampled_mask", tensors["response_mask"]) if needs.lengths else tensors["response_mask"]
+    tokens = torch.tensor([*mask.sum(-1).tolist(), *(row.trained_tokens * needs.lengths for row in lost)])
+    lengths = torch.bincount(torch.from_numpy(index), weights=tokens)
+    scores = torch.cat([tensors["token_level_scores"].sum(-1), torch.tensor([row.score for row in lost])])
+    index = torch.from_numpy(index)[: len(rows)]
+    rewards = scores[first].index_add(0, index, tensors["token_level_rewards"].sum(-1) - scores[: len(rows)])
+    mask = (torch.arange(int(lengths.max().clamp(min=1))) < lengths[:, None]).long()
+    given = {"token_level_rewards": F.pad(rewards[:, None], (0, mask.shape[1] - 1)), "response_mask": mask}
+    return DataProto.from_dict(given, {"uid": uid[first]}), index
 
 
 def _scores_only() -> str:
@@ -234,8 +231,6 @@ def _estimated(rows: DataProto, needs: Estimator, algorithm: DictConfig) -> tupl
         chosen = rows.select_idxs(enough)
         given = {**chosen.batch, "index": chosen.non_tensor_batch["uid"], "config": algorithm}
         given["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std_in_grpo
-        if needs.token_advantages:
-            given["has_advantages"] = chosen.non_tensor_batch["has_advantages"]
         compute = register_adv_est(needs.name)(needs.compute) if needs.compute else get_adv_estimator_fn(needs.name)
         advantages[enough], returns[enough] = (values.to(advantages.dtype) for values in compute(**given))
     return advantages, returns

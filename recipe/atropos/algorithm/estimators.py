@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-ENVIRONMENT_ADVANTAGES = "atropos_advantages"
 _BASELINE_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
 
 
@@ -25,10 +24,11 @@ _BASELINE_TENSORS = ("old_log_probs", "sum_pi_squared", "rollout_is_weights")
 class Estimator:
     """What an estimator needs; ``compute`` is None for one of verl's.
 
-    ``tensors``: of a batch, (B, R), beside rewards and mask, as far as it has them. ``scores_only``: of a group's other
-    rows it reads the scores alone, so dropped rows can be included; ``lengths``: and their numbers of trained tokens.
-    ``grouped``: a row's advantage depends on the others of its group. ``smallest_group``: rows that a group must have.
-    ``whitened``: over the batch's trained tokens.
+    ``tensors``: of a batch, (B, R), beside rewards and mask, as far as it has them. ``scores_only``: all trained tokens
+    of a row have one advantage, of scores alone, so that dropped rows can be included, and a trajectory has one row,
+    whose tokens are its first columns; ``lengths``: of scores and numbers of trained tokens. ``grouped``: a row's
+    advantage depends on the others of its group. ``smallest_group``: rows that a group must have. ``whitened``: over
+    the batch's trained tokens. ``token_advantages``: rows with advantages of the environment keep them.
     """
 
     name: str
@@ -39,11 +39,7 @@ class Estimator:
     grouped: bool = True
     smallest_group: int = 1
     whitened: bool = False
-
-    @property
-    def token_advantages(self) -> bool:
-        """Whether it uses the environment's advantages; it is then also given ``has_advantages``, (B,) bool."""
-        return ENVIRONMENT_ADVANTAGES in self.tensors
+    token_advantages: bool = False
 
 
 _VERLS = (
@@ -72,30 +68,25 @@ def estimator(name: str, **needs: Any) -> Callable[[Callable], Callable]:
     return declare
 
 
-@estimator("grpo_atropos", tensors=(ENVIRONMENT_ADVANTAGES,), scores_only=True)
+@estimator("grpo_atropos", scores_only=True, token_advantages=True)
 def compute_grpo_atropos_advantage(
     token_level_rewards: "torch.Tensor",
     response_mask: "torch.Tensor",
     index: "np.ndarray",
     config: Any = None,
-    atropos_advantages: "torch.Tensor | None" = None,
-    has_advantages: "np.ndarray | None" = None,
     **_: Any,
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
-    """Compute GRPO over each group; use the environment's advantages in the rows that have them.
+    """Compute GRPO over each group, without verl's rounding error where all scores are equal.
 
     Args:
         token_level_rewards: (B, R) float32; only their sum over a row counts.
         response_mask: (B, R), 1 on trained tokens.
         index: (B,), the group id of each row.
         config: verl's ``algorithm``; ``norm_adv_by_std_in_grpo`` (default true) divides by the standard deviation.
-        atropos_advantages: (B, R) float32, read where ``has_advantages``, (B,) bool, is true.
 
     Returns:
         Advantages and returns, the same (B, R) float32 tensor twice, 0 where the mask is 0.
     """
-    import torch
-
     from recipe.atropos.verl_ext.algorithm import compute_grpo_outcome_advantage
 
     by_std = True if config is None else config.norm_adv_by_std_in_grpo
@@ -103,9 +94,6 @@ def compute_grpo_atropos_advantage(
         token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_std
     )
     advantages[equal_scores(token_level_rewards.sum(-1), index)] = 0.0
-    if atropos_advantages is not None and has_advantages is not None:
-        own = torch.from_numpy(has_advantages)[:, None]
-        advantages = torch.where(own, atropos_advantages * response_mask, advantages)
     return advantages, advantages
 
 

@@ -5,8 +5,6 @@ Guarantees:
 - A trajectory counts once in every mean over sequences, however many rows it has: as the one sequence of all their
   trained tokens.
 - What is not defined over several rows is refused by name (``require_defined``, and ``advantages`` for estimators).
-
-Shapes: B rows with R response tokens, T trajectories with W trained tokens at most.
 """
 
 from collections.abc import Sequence
@@ -14,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
@@ -52,52 +49,6 @@ def shares_of(batch: DataProto) -> torch.Tensor:
     index = torch.from_numpy(trajectories_of(batch))
     tokens = batch.batch["response_mask"].sum(-1)
     return (tokens / torch.bincount(index, weights=tokens)[index].clamp(min=1)).float()
-
-
-class Joined:
-    """The trained tokens of each trajectory's rows as one sequence; each trajectory as it is if all have one row.
-
-    ``index``, (B,), is the trajectory of each row; ``mask``, (B, R), is nonzero on trained tokens.
-    """
-
-    def __init__(self, index: np.ndarray, mask: torch.Tensor):
-        self.index = torch.from_numpy(index)
-        self.several = len(np.unique(index)) < len(index)
-        _, self.first = np.unique(index, return_index=True)  # (T,), the first row of each trajectory
-        self._trained = mask != 0
-        in_order = torch.argsort(self.index, stable=True)
-        counts = self._trained.sum(-1)
-        before = torch.empty_like(counts)
-        before[in_order] = (
-            counts[in_order].cumsum(0) - counts[in_order]
-        )  # tokens of the rows before, of all trajectories
-        start = before[self.first][self.index]
-        self._row = self.index[:, None].expand(mask.shape)[self._trained]
-        self._at = ((before - start)[:, None] + self._trained.cumsum(-1) - 1)[self._trained]
-        self._width = int(torch.bincount(self.index, weights=counts).max().clamp(min=1))
-
-    def join(self, values: torch.Tensor) -> torch.Tensor:
-        """Return (T, W) values of trained tokens, 0 elsewhere, of (B, R) values."""
-        if not self.several:
-            return values
-        joined = values.new_zeros(len(self.first), self._width)
-        joined[self._row, self._at] = values[self._trained]
-        return joined
-
-    def join_rewards(self, rewards: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return (T, W) rewards of (B, R) ones, which contain the score of each row, (B,): once, on the first token."""
-        if not self.several:
-            return rewards
-        others = torch.zeros(len(self.first)).index_add(0, self.index, rewards.sum(-1) - scores)
-        return F.pad((scores[self.first] + others)[:, None], (0, self._width - 1))
-
-    def split(self, values: torch.Tensor) -> torch.Tensor:
-        """Return (B, R) values, 0 where not trained, of (T, W) values."""
-        if not self.several:
-            return values
-        rows = values.new_zeros(self._trained.shape)
-        rows[self._trained] = values[self._row, self._at]
-        return rows
 
 
 def require_defined(config: DictConfig) -> None:

@@ -9,20 +9,20 @@ Guarantees:
   and is silent, ``longest_wait`` for a batch, and for an API that says that it cannot store. The error names the
   component that does not respond, and what the API lacks for a batch.
 - While this process lives, the API knows it, however long a step takes.
-- No wait of the trainer's thread is silent: ``meanwhile`` is called every few seconds, and the log says every minute
-  what the API waits for. Whatever ends the fetching thread, or what it does beside fetching, is raised there.
+- No wait of the trainer's thread is silent: ``meanwhile`` is called every few seconds, and the client logs every
+  attempt that got no answer, with the reason. Whatever ends the fetching thread, or what it does beside fetching, is
+  raised there.
 
 This module does not handle tensors; ``data_proto`` does. ``stock_source`` reads from atroposlib's own server.
 """
 
 import asyncio
 import contextlib
-import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,12 @@ from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api.client import LONGEST_PAUSE, NumberedBatch, TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.trajectory_api.endpoints import Registration
 
-logger = logging.getLogger(__name__)
-
 Batch = Sequence[Group]
 
 _POLL_SECONDS = 5.0  # of one long poll: closing waits for it
 _END_SECONDS = 5.0  # for a request in flight when the source is closed
 _HEARTBEAT_SECONDS = 60.0  # between two; the API treats a trainer as gone after 600
 _MEANWHILE_SECONDS = 2.0  # of waiting before the trainer checks its servers, or shows that it waits
-_SAY_AGAIN = 60.0  # s, between two lines of the log about one wait
 
 
 class DataSourceError(AtroposError, RuntimeError):
@@ -198,12 +195,11 @@ class DataSource:
 
     def _call(self, path: str, **message: int) -> None:
         """Post a message by the client, in its thread; raise DataSourceError if the API refuses or is silent."""
-        limit = max(self.config.retry_timeout, self.config.max_wait_time, self.config.longest_wait[1])
-        limit += 2 * self.config.timeout + LONGEST_PAUSE
         try:
             if self._error is None:
                 future = asyncio.run_coroutine_threadsafe(self._client.call("POST", path, message), self._loop)
-                self._wait(future, limit)
+                while not wait([future], _MEANWHILE_SECONDS).done and self._thread.is_alive():
+                    self.meanwhile()
                 future.result(0)
                 return
         except TrajectoryApiError as error:
@@ -212,16 +208,6 @@ class DataSource:
             if self._error is None:
                 raise DataSourceError(f"the Trajectory API at {self.config.api_url} is silent: {error!r}") from error
         raise self._error
-
-    def _wait(self, future: "Future[None]", limit: float) -> None:
-        begun = said = time.monotonic()
-        while (now := time.monotonic()) < begun + limit:
-            if wait([future], min(_MEANWHILE_SECONDS, begun + limit - now)).done:
-                return
-            self.meanwhile()
-            if now - said >= _SAY_AGAIN:
-                said, why = now, asyncio.run(self.diagnosis())
-                logger.warning("the Trajectory API has not answered for %.0f s: %s", now - begun, why)
 
     def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
         silent = error.status is None and self._registered.is_set()

@@ -8,15 +8,15 @@ Guarantees:
 - Without one, and at all times for web pages of other origins, a browser can make this server do nothing: there are
   no CORS headers, and cross-site requests and foreign host names are refused.
 - Bodies are limited, as sent, inflated, and in time. A request that cannot be served gets a 4xx that says why.
-- An answer that cannot be completed breaks off, so that no client takes it for whole. A batch that is damaged is never
-  sent whole, and whoever asks again is told why.
+- An answer that cannot be completed breaks off, so that no client takes it for whole. A batch is read before it is
+  sent: whoever asks for a damaged one is told what is wrong with it.
 """
 
 import asyncio
 import inspect
 import io
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 128 << 20  # bytes, as sent and inflated
 BODY_SECONDS = 300.0  # for a body to arrive; stock environments give a whole request as long
-_SLICE = 8  # records of a batch that are read at a time
 _JSON = {"Content-Type": "application/json"}
 _BROKEN = (ConnectionError, web.RequestPayloadError)
 
@@ -80,10 +79,7 @@ class Api:
         answer = found.function(service, **arguments)
         if inspect.isawaitable(answer):
             answer = await answer
-        response = answer if isinstance(answer, web.StreamResponse) else _answer(answer)
-        if found.lost is not None and not await _written(request, response):
-            found.lost(service, answer)
-        return response
+        return answer if isinstance(answer, web.StreamResponse) else _answer(answer)
 
     def _authorized(self, request: web.BaseRequest) -> str:
         """Return the path without a secret; raise RequestRefused if access is denied."""
@@ -160,10 +156,8 @@ def _answer(value: Any, status_code: int = 200) -> web.Response:
     return web.Response(body=body, status=status_code, headers=_JSON)
 
 
-async def _written(
-    request: web.BaseRequest, response: web.StreamResponse, parts: AsyncIterator[bytes] | None = None
-) -> bool:
-    """Write an answer, a large one in ``parts``; return whether all of it left for a client that was still there.
+async def _written(request: web.BaseRequest, response: web.StreamResponse, parts: Iterable[bytes]) -> bool:
+    """Write an answer in ``parts``; return whether all of it left for a client that was still there.
 
     Parts are made one at a time, when there is room for them, and others are served in between.
     """
@@ -171,9 +165,9 @@ async def _written(
         return False
     try:
         await response.prepare(request)
-        if parts is not None:
-            async for part in parts:
-                await response.write(part)
+        for part in parts:
+            await response.write(part)
+            await asyncio.sleep(0)  # ``write`` waits for slow clients only
         await response.write_eof()
     except ConnectionError:
         return False
@@ -223,46 +217,24 @@ async def batch(
     if number is None:
         return {"batch": None}
     epoch = service.epoch
-    if damage := service.damaged.get((epoch, number)):
-        raise database.DamagedRecord(damage)
-    sizes = await service.store.read(database.record_sizes, number)
-    if not sizes:
+    records = await service.store.read(database.read_batch, number)
+    if not records:
         raise RequestRefused(409, f"batch {number} is not in this store, or a trainer registered meanwhile")
-    packed = wire.PACKED in caller.request.headers.get("Accept", "")
-    response = web.StreamResponse(headers=_JSON)
-    if packed:
+    response, parts = web.StreamResponse(headers=_JSON), _json_parts(number, records, after is not None)
+    if wire.PACKED in caller.request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
-        response.content_length = len(wire.prefix(sizes)) + sum(sizes)
-    try:
-        written = await _written(caller.request, response, _parts(service, number, sizes, packed, after is not None))
-    except database.DamagedRecord as error:
-        service.damaged[epoch, number] = str(error)
-        raise
+        parts = (wire.prefix([*map(len, records)]), *records)
+        response.content_length = sum(map(len, parts))
+    written = await _written(caller.request, response, parts)
     if after is None:
         delivery.stock_delivered(service, epoch, number, written)
     return response
 
 
-async def _records(service: Service, number: int, count: int) -> AsyncIterator[bytes]:
-    """Yield a batch's records, and read the next ones meanwhile."""
-    ahead = asyncio.ensure_future(service.store.read(database.read_batch, number, 0, _SLICE))
-    for start in range(0, count, _SLICE):
-        records = await ahead
-        if start + _SLICE < count:
-            read = service.store.read(database.read_batch, number, start + _SLICE, start + 2 * _SLICE)
-            ahead = asyncio.ensure_future(read)
-        for record in records:
-            yield record
-
-
-async def _parts(
-    service: Service, number: int, sizes: Sequence[int], packed: bool, numbered: bool
-) -> AsyncIterator[bytes]:
-    """Yield a batch's answer: a message of records, or JSON."""
-    after = b"" if packed else b'],"number":%d}' % number if numbered else b"]}"
-    before = wire.prefix(sizes) if packed else b'{"batch":['
-    async for record in _records(service, number, len(sizes)):
+def _json_parts(number: int, records: Sequence[bytes], numbered: bool) -> Iterator[bytes]:
+    before = b'{"batch":['
+    for record in records:
         yield before
-        yield record if packed else unpack(record).to_json()
-        before = b"" if packed else b","
-    yield after
+        yield unpack(record).to_json()
+        before = b","
+    yield b'],"number":%d}' % number if numbered else b"]}"

@@ -148,9 +148,8 @@ class Queue:
         self.sizes: Counter[int] = Counter()
         self.tokens = 0
         self._now = 0.0  # the present, in virtual time
-        # Computed when asked for, None once something has changed:
-        self._end: tuple[int, int] | None = None  # the batch in which the order ends, 1 is the next; its sequences
-        self._plan: Plan | None = None
+        # The batch in which the order ends, 1 is the next, and its sequences; None once something has changed.
+        self._end: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return itertools.chain(self.order, *(env.waiting for env in self.each()))
@@ -178,7 +177,7 @@ class Queue:
         Groups without a ticket wait again, in the order of their arrival.
         """
         self.batch_size, self.exact = batch_size, exact
-        self._end = self._plan = None
+        self._end = None
         groups = sorted((entry for entry in self if not entry.is_open), key=lambda entry: entry.id)
         for entry in groups:
             self._count(entry, -1)
@@ -203,8 +202,7 @@ class Queue:
         ``of``: the first of its replicas, whose queue is this one's too; None: it has none.
         """
         own = self.environments.setdefault(env, self.environment(env if of is None else of))
-        if (own.name, own.weight, own.minimum) != (name, weight, minimum):
-            own.name, own.weight, own.minimum, self._plan = name, weight, minimum, None
+        own.name, own.weight, own.minimum = name, weight, minimum
 
     def add(self, entry: Entry) -> None:
         """Queue a group, or an open ticket. A group without a ticket waits for its environment's turn."""
@@ -221,7 +219,7 @@ class Queue:
                 env.waiting = deque(sorted(env.waiting, key=lambda other: other.id))
         if not entry.is_open:
             self._count(entry, 1)
-        self._end = self._plan = None
+        self._end = None
 
     def claim(self, number: int | None) -> Entry | None:
         """Return an open ticket, which is ended only by ``close`` from now on; None if it is not open."""
@@ -245,7 +243,6 @@ class Queue:
             env.time += group.charge
             self._count(group, 1)
         self.order[at : at + 1] = groups
-        self._plan = None
         if [group.size for group in groups] != [ticket.size]:
             self._end = None
 
@@ -264,14 +261,12 @@ class Queue:
         self._begin_to_want(env)
         env.asks.append(ask)
         env.expected = 0.0
-        self._plan = None
 
     def withdraw(self, ask: Ask) -> None:
         """End a request, if it has no ticket yet."""
         asks = self.environment(ask.env).asks
         if ask in asks:
             asks.remove(ask)
-            self._plan = None
 
     def turn(self) -> EnvironmentQueue | None:
         """Return the environment whose turn it is to add to the order, None if none wants to. It may have announced a
@@ -290,9 +285,8 @@ class Queue:
         """Forget requests of whoever has left, and an announced one that is overdue; return whether any is left."""
         while env.asks and env.asks[0].gone():
             del env.asks[0]
-            self._plan = None
         if env.expected and time.monotonic() > env.expected:
-            env.expected, self._plan = 0.0, None
+            env.expected = 0.0
         if env.asks_now:
             env.next_size = env.waiting[0].size if env.waiting else env.asks[0].size
         return env.wants
@@ -333,7 +327,6 @@ class Queue:
         self._now += entry.size
         entry.charge = entry.size / self.shares()(env)
         env.time += entry.charge
-        self._plan = None
 
     def _begin_to_want(self, env: EnvironmentQueue) -> None:
         """Bring the time of an environment that wanted nothing to the present; one that has something in the queue has
@@ -354,9 +347,7 @@ class Queue:
 
     def plan(self) -> Plan:
         """Return the next batch, or why there is none."""
-        if self._plan is None:
-            self._plan = self._next_exact() if self.exact else self._next()
-        return self._plan
+        return self._next_exact() if self.exact else self._next()
 
     def _next(self) -> Plan:
         """Cut the order by next fit."""
@@ -402,4 +393,4 @@ class Queue:
             self._count(entry, -1)
         taken = {*plan.entries}
         self.order = [entry for entry in self.order if entry not in taken]
-        self._end = self._plan = None
+        self._end = None

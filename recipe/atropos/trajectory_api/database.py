@@ -32,7 +32,6 @@ CREATE TABLE IF NOT EXISTS tickets (
     number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS counts (name TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
 """
 _ENTRY = "number, env, sequences, tokens, id, due"  # the columns of an ``Entry``
 FORMAT = 2  # since records have digests
@@ -62,7 +61,6 @@ class Loaded:
     entries: list[Entry]  # groups that are in no batch, and open tickets
     last_id: int
     posts: dict[str, int]
-    counts: dict[str, int]
 
 
 def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
@@ -117,7 +115,6 @@ def load(connection: sqlite3.Connection) -> Loaded:
         queued(connection) + [Entry(*row, due=due or UNBOUNDED) for *row, due in tickets],
         _last_id(connection),
         dict(rows("SELECT key, groups FROM posts").fetchall()),
-        dict(rows("SELECT name, n FROM counts").fetchall()),
     )
 
 
@@ -137,7 +134,7 @@ def reset(connection: sqlite3.Connection, **kept: Any) -> Loaded:
     Records stay, in no batch that is served.
     """
     connection.execute("UPDATE groups SET batch = 0")
-    for table in ("run", "environments", "tickets", "posts", "counts"):
+    for table in ("run", "environments", "tickets", "posts"):
         connection.execute(f"DELETE FROM {table}")
     write_run(connection, format=FORMAT, **kept)
     return load(connection)
@@ -170,10 +167,8 @@ def write_environment(connection: sqlite3.Connection, number: int, registration:
     )
 
 
-def forget_environment(connection: sqlite3.Connection, number: int, counts: str) -> None:
-    """Delete a registration, and the counts whose names begin with ``counts``."""
+def forget_environment(connection: sqlite3.Connection, number: int) -> None:
     connection.execute("DELETE FROM environments WHERE id = ?", (number,))
-    connection.execute("DELETE FROM counts WHERE substr(name, 1, ?) = ?", (len(counts), counts))
 
 
 def append(
@@ -244,24 +239,17 @@ def delete_batches(connection: sqlite3.Connection, through: int, limit: int = 40
     return len(ids) == limit
 
 
-def count(connection: sqlite3.Connection, counts: dict[str, int]) -> None:
-    connection.executemany(
-        "INSERT INTO counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET n = n + excluded.n", counts.items()
-    )
-
-
-def read_batch(connection: sqlite3.Connection, number: int, start: int = 0, end: int = 1 << 60) -> list[bytes]:
-    """Return the records of a batch in its order, or those from ``start`` to ``end``; [] if there is no such batch.
+def read_batch(connection: sqlite3.Connection, number: int) -> list[bytes]:
+    """Return the records of a batch in its order; [] if there is no such batch.
 
     Raises:
         DamagedRecord: one is not what was stored, or is missing.
     """
     rows = connection.execute(
-        "SELECT place, groups.id, data, digest FROM groups LEFT JOIN records USING (id) "
-        "WHERE batch = ? AND place >= ? AND place < ? ORDER BY place",
-        (number, start, end),
+        "SELECT place, groups.id, data, digest FROM groups LEFT JOIN records USING (id) WHERE batch = ? ORDER BY place",
+        (number,),
     ).fetchall()  # an error must leave no read transaction open
-    for place, (stored, id, data, digest) in enumerate(rows, start):
+    for place, (stored, id, data, digest) in enumerate(rows):
         if data is None or stored != place:
             raise _damaged(connection, f"batch {number}: group {id}", "a record is missing")
         _check_digest(connection, f"batch {number}: group {id}", id, data, digest)
@@ -276,20 +264,6 @@ def _check_digest(connection: sqlite3.Connection, what: str, id: int, data: byte
 def _damaged(connection: sqlite3.Connection, what: str, why: str) -> DamagedRecord:
     path = connection.execute("PRAGMA database_list").fetchone()[2]
     return DamagedRecord(f"{path}, {what} is damaged: {why}; {RESTORE}")
-
-
-def record_sizes(connection: sqlite3.Connection, number: int) -> list[int]:
-    """Return the bytes of each record of a batch in its order, without reading the records.
-
-    Raises:
-        DamagedRecord: one of them is missing.
-    """
-    rows = connection.execute(
-        "SELECT place, length(data) FROM groups LEFT JOIN records USING (id) WHERE batch = ? ORDER BY place", (number,)
-    ).fetchall()
-    if any(size is None or stored != place for place, (stored, size) in enumerate(rows)):
-        raise _damaged(connection, f"batch {number}", "a record is missing")
-    return [size for _, size in rows]
 
 
 def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:

@@ -80,7 +80,7 @@ class Endpoint:
     """``message`` is the type that is read from a request, None if nothing is; ``wants`` names all parameters.
 
     ``for_trainers``: it takes the trainer's key. ``with_epoch``: it takes the epoch of a trainer that uses numbered
-    batches, too. ``lost``: what is done with an answer that nobody got.
+    batches, too.
     """
 
     function: Callable[..., Any]
@@ -88,7 +88,6 @@ class Endpoint:
     wants: frozenset[str]
     for_trainers: bool
     with_epoch: bool
-    lost: Callable[..., object] | None
 
     @property
     def reads(self) -> bool:
@@ -122,7 +121,6 @@ def endpoint(
     path: str,
     for_trainers: bool = False,
     with_epoch: bool = False,
-    lost: Callable[..., object] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that makes a function an endpoint; see the module, and ``Endpoint``."""
 
@@ -136,7 +134,7 @@ def endpoint(
                 fields.append((one.name, types[one.name], *default))
         message = msgspec.defstruct(function.__name__, fields) if fields else types.get("message")
         wants = frozenset(one.name for one in given)
-        ENDPOINTS[method, path] = Endpoint(function, message, wants, for_trainers, with_epoch, lost)
+        ENDPOINTS[method, path] = Endpoint(function, message, wants, for_trainers, with_epoch)
         return function
 
     return add

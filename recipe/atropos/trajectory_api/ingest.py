@@ -90,13 +90,7 @@ async def _save(service: Service, environment: Environment) -> None:
 # ---------------------------------------------------------------------- tickets
 
 
-def _ticket_lost(service: Service, answer: dict[str, Any]) -> None:
-    """Release a ticket that its environment was not told of: nobody would close it."""
-    if answer["ticket"] is not None:
-        service.release(answer["ticket"], "ticket_lost")
-
-
-@endpoint("POST", "/begin", lost=_ticket_lost)
+@endpoint("POST", "/begin")
 async def begin(
     service: Service,
     env_id: Int,
@@ -193,7 +187,6 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         for env, n in Counter(environments_of(body, packed)).items():
             environment = service.environments.touch(env) or service.environments.touch(entry.env if entry else None)
             service.count(f"refused/{error.reason}", n, environment)
-        service.save()
         if ticket is not None:
             service.release(ticket, error.reason)
         raise RequestRefused(422, str(error), reason=error.reason) from error

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 TRAINER_SECONDS = 600.0  # since a trainer's last request, until others may reset its run
 _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is used again after a kill
 _TICK = 1.0  # s
-_OF_ENVIRONMENT = "environment/"  # prefix of what is counted of each, in the store
 QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
 AHEAD = 3  # batches, as many as BaseEnv begins by default, that groups may be in without a staleness bound
@@ -51,7 +50,7 @@ FORGET_SECONDS = 3600.0  # since an environment that is gone was last seen, unti
 class Settings:
     """``queue_tokens``: while more are queued and a batch is complete, no tickets are issued, and answers to posts are
     delayed, by at most ``hold_seconds``. ``retention``: "all" keeps every batch, "committed" deletes those that are
-    committed. ``warn_bytes``: of the store, from which it warns.
+    committed.
     """
 
     data_dir: Path
@@ -59,7 +58,6 @@ class Settings:
     retention: str = "all"
     queue_tokens: int = 64_000_000
     hold_seconds: float = 60.0  # stock environments wait 300 s for an answer
-    warn_bytes: int = 100 << 30
 
 
 @dataclass
@@ -106,7 +104,6 @@ class Service:
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
         self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
-        self.damaged: dict[tuple[int, int], str] = {}  # by epoch and number of a batch
         self.begun_at = time.time()
         with named_errors(self.store.path):
             self._take(self.store.load())
@@ -120,8 +117,8 @@ class Service:
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
         self.delivered = True  # whether the answer with batch ``served`` was written completely
-        self.posts, self.counts = loaded.posts, Counter(loaded.counts)
-        self._unsaved: Counter[str] = Counter()
+        self.posts = loaded.posts
+        self.counts: Counter[str] = Counter()  # of events since the start, or a reset
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
@@ -131,11 +128,6 @@ class Service:
             environment = Environment(number, values["name"], registration, values["connected"], values.get("key"))
             self.environments.by_id[number] = environment
             self.environments.apply_share(environment, self.queue)
-        for name in [name for name in self.counts if name.startswith(_OF_ENVIRONMENT)]:
-            number, _, counted = name.removeprefix(_OF_ENVIRONMENT).partition("/")
-            n = self.counts.pop(name)
-            if int(number) in self.environments.by_id:  # else counted amid a reset
-                self.environments.by_id[int(number)].counts[counted] = n
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)
@@ -246,11 +238,9 @@ class Service:
     # ------------------------------------------------------------------ counts and changes
 
     def count(self, name: str, n: int = 1, environment: Environment | None = None) -> None:
-        self._unsaved[name] += n
         self.counts[name] += n
         if environment is not None:
             environment.counts[name] += n
-            self._unsaved[f"{_OF_ENVIRONMENT}{environment.id}/{name}"] += n
 
     def changed(self) -> None:
         """Let environments take their turns, and wake all that wait for a batch or for room in the queue."""
@@ -266,7 +256,7 @@ class Service:
 
     async def run(self) -> None:
         """Release what dead environments hold, and say why nothing goes on; until canceled, or the store has failed."""
-        said, large = 0.0, False
+        said = 0.0
         sys.setswitchinterval(0.001)  # s; the thread that writes JSON must not make others wait
         while True:
             await asyncio.sleep(_TICK)
@@ -277,9 +267,7 @@ class Service:
             self.forget_gone()
             self.release_hung()
             self.advance()
-            self.save()
-            if not large and (large := self.store.size() > self.settings.warn_bytes):
-                logger.warning("%s", self.warns()["size"])
+            self.forget_posts()
             trainer, now = self.trainer, time.monotonic()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
@@ -331,8 +319,7 @@ class Service:
             long_gone -= {kept, *(entry.env for entry in self.queue)}
         for number in long_gone:
             del self.environments.by_id[number], self.queue.environments[number]
-            self.save()
-            self.store.write(database.forget_environment, number, f"{_OF_ENVIRONMENT}{number}/")
+            self.store.write(database.forget_environment, number)
 
     def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
         """Release a ticket, and return the future of its durable end; None if it is not open."""
@@ -342,33 +329,24 @@ class Service:
         self.queue.close(entry)
         environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
         self.count(f"released/{reason}", 1, environment)
-        self.save()
         self.changed()
         return self.store.write(database.end_tickets, [ticket])
 
-    def save(self) -> None:
-        """Write counts in one of the next transactions; forget old posts."""
-        if self._unsaved:
-            counts, self._unsaved = self._unsaved, Counter()
-            self.store.write(database.count, dict(counts))
+    def forget_posts(self) -> None:
+        """Forget old posts, if there are many."""
         if len(self.posts) > 2 * database.KEPT_POSTS:
             self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
             self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
         """Take all groups out of the run, forget all registrations, and begin anew."""
-        self.save()
         self._take(await self.store.write(database.reset, epoch=self.epoch, numbers=self._reserved))
         self.latest = None
         self.changed()
 
     def close(self) -> None:
-        self.save()
         self.store.close()
 
     def warns(self) -> dict[str, Any]:
         """Return what is wrong with the store, by name."""
-        found = {"store": self.store.trouble} if self.store.trouble else {}
-        if self.store.size() > self.settings.warn_bytes:
-            found["size"] = f"{self.store.path} has {self.store.size() / 2**30:.1f} GiB; see retention"
-        return found
+        return {"store": self.store.trouble} if self.store.trouble else {}

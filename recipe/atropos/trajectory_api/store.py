@@ -70,8 +70,6 @@ class Store:
     """A data folder in use. All methods but ``close`` are called in the event loop, which they never block."""
 
     def __init__(self, folder: str | Path, durability: str = "normal"):
-        if durability not in database.SYNCHRONOUS:
-            raise ConfigurationError(f"durability={durability}: choose none, normal or full")
         self.folder = Path(folder)
         self.path = self.folder / DATABASE
         self.trouble = ""

@@ -56,7 +56,6 @@ def source(url):
 
 def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(data_source, "_MEANWHILE_SECONDS", 0.1)
-    monkeypatch.setattr(data_source, "_SAY_AGAIN", 0.5)
     shown = []
     with api_in_a_thread(tmp_path) as (service, url), source(url) as waiting:
         waiting.meanwhile = lambda: shown.append(time.monotonic())
@@ -69,13 +68,12 @@ def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplo
         held = store.write
         store.write = lambda *arguments, **names: held(fill_up)
         thread.start()
-        until(lambda: "nothing can be stored" in caplog.text)
+        until(lambda: caplog.text.count("make room there; trying again") > 1)
         assert thread.is_alive()
         store.write = held
         store.connection.execute("PRAGMA max_page_count = 100000")
         thread.join(60)
         assert not thread.is_alive() and len(shown) >= 3
-    assert "the Trajectory API has not answered for" in caplog.text
 
 
 def test_the_api_knows_whether_the_trainer_waits_for_a_batch(tmp_path, monkeypatch):

@@ -9,8 +9,9 @@ from aiohttp.test_utils import RawTestServer
 
 from helpers.disk import flip, size_limit
 from helpers.trajectory_service import in_service, open_service, registration
+from recipe.atropos.data import scored_group
 from recipe.atropos.data.scored_group import ScoredGroup
-from recipe.atropos.trajectory_api import database, delivery, ingest, records, wire
+from recipe.atropos.trajectory_api import app, database, delivery, ingest, records, wire
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -69,7 +70,6 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 async def test_digest_a_batch_with_damage_is_never_served(tmp_path, damage):
-    """The second of two slices is damaged, after the first was sent; the client is told all the same."""
     await in_service(tmp_path, fill)
     damage(tmp_path)
     named = rf"{tmp_path / DATABASE}, batch 1(: group 9)? is damaged: .*restore it from a copy, or move its folder"
@@ -79,7 +79,7 @@ async def test_digest_a_batch_with_damage_is_never_served(tmp_path, damage):
                 await client.batch(0, wait=0)
             assert refused.value.status == 410
         assert await delivery.numbered_batch(service, 1, 0, None) == 2
-        undamaged = await service.store.read(database.read_batch, 2, 0, 10)
+        undamaged = await service.store.read(database.read_batch, 2)
     assert undamaged == [wire.split(record(number))[0] for number in range(11, 21)]
     with pytest.raises(DamagedRecord, match=named):
         records.read(tmp_path, 1)
@@ -171,22 +171,39 @@ async def test_damage_of_a_page_that_is_written_ends_the_server(service, tmp_pat
     await ends(service, "is damaged: .*malformed")
 
 
-async def test_damage_after_the_start_ends_no_batch_as_whole(tmp_path):
-    """A page turns corrupt between two slices: the connection breaks, and then the answer says why."""
+async def test_an_answer_that_cannot_be_completed_breaks_off(tmp_path, monkeypatch):
     await in_service(tmp_path, fill)
-    async with open_service(tmp_path) as service:
-        read = service.store.read
+    unpacked = []
 
-        async def reads(function, *arguments):
-            if arguments == (1, 8, 16):
-                raise service.store._fail(sqlite3.DatabaseError("database disk image is malformed"))
-            return await read(function, *arguments)
+    def unpack(record):
+        unpacked.append(record)
+        if len(unpacked) > 8:
+            raise MemoryError
+        return scored_group.unpack(record)
 
-        service.store.read = reads
-        async with client_of(service, retry_timeout=0) as client:
-            with pytest.raises(TrajectoryApiError, match="got no answer"):
-                await client.batch(0, wait=0)
-        await ends(service, "malformed")
+    monkeypatch.setattr(app, "unpack", unpack)
+    async with open_service(tmp_path) as service, client_of(service, retry_timeout=0) as client:
+        with pytest.raises(TrajectoryApiError, match="got no answer"):
+            await client._request("GET", "/batch", {}, query={"after": "0"})
+    assert len(unpacked) == 9
+
+
+async def test_others_are_served_while_an_answer_is_made(tmp_path, monkeypatch):
+    await in_service(tmp_path, fill)
+    turns, seen = 0, []
+
+    async def other():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(app, "unpack", lambda record: seen.append(turns) or scored_group.unpack(record))
+    async with open_service(tmp_path) as service, client_of(service, retry_timeout=0) as client:
+        task = asyncio.create_task(other())
+        await client._request("GET", "/batch", {}, query={"after": "0"})
+        task.cancel()
+    assert len(set(seen)) == 10
 
 
 def grow(connection):

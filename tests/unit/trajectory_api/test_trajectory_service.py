@@ -185,7 +185,7 @@ async def test_a_reset_leaves_no_example_and_no_number_twice(service):
 
 
 async def test_what_is_noted_amid_a_reset_does_no_harm(tmp_path):
-    """An answer that is written, a batch that is asked for, a count: in the new store, of the old run."""
+    """An answer that is written, a batch that is asked for: in the new store, of the old run."""
 
     async def begin_anew(service):
         assert (service.last, service.served, service.cursor) == (0, 0, 0)
@@ -201,10 +201,7 @@ async def test_what_is_noted_amid_a_reset_does_no_harm(tmp_path):
         assert await delivery.stock_batch(service) == 1
         resetting = asyncio.ensure_future(delivery.reset(service))
         await asyncio.sleep(0)
-        [environment] = service.environments
         delivery.stock_delivered(service, service.epoch, 1, written=True)
-        service.count("received", 1, environment)
-        service.save()
         assert await delivery.stock_batch(service) is None
         await resetting
         await begin_anew(service)
@@ -245,9 +242,6 @@ async def test_environments_that_are_long_gone_are_forgotten(tmp_path):
         assert [number % 1000 for number in service.environments.by_id] == numbers
         lines = status.environments(service)
         assert [line["number"] for line in lines if line["env_id"] is not None] == numbers
-        assert service.counts["received"] == 2
-        names = (await service.store.write(database.load)).counts
-        assert sum(name.startswith("environment/") for name in names) == 1, "of the one with a group"
 
     async with open_service(tmp_path) as service:
         await delivery.register(service, registration(4, after=0))
@@ -259,13 +253,14 @@ async def test_environments_that_are_long_gone_are_forgotten(tmp_path):
         for env in (gone, with_group, with_ticket, last):
             service.environments.by_id[env].seen -= FORGET_SECONDS + 1
         service.forget_gone()
+        assert service.counts["received"] == 2
         await check(service, [1, 2, 3, 4])
         assert await join(service) == last + 1 and await batches(service, 1) == [2]
     await in_service(tmp_path, lambda service: check(service, [1, 2, 3, 4, 5]))
 
 
 async def test_refused_groups_are_counted_of_their_environment(tmp_path):
-    """Each group of a refused list, packed or not, and over a restart."""
+    """Each group of a refused list, packed or not."""
     async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8))
         ids = [await join(service), await join(service)]
@@ -276,7 +271,6 @@ async def test_refused_groups_are_counted_of_their_environment(tmp_path):
             with pytest.raises(RequestRefused):
                 ingest.parse(service, body, packed, True, None)
         await post(service, 0, env=ids[1])
-    async with open_service(tmp_path) as service:
         of_each = [service.environments.by_id[id].counts for id in ids]
         assert of_each == [{"refused/nonfinite_scores": 2}, {"refused/nonfinite_scores": 3, "received": 1}]
         assert service.counts == {"refused/nonfinite_scores": 6, "refused/malformed": 1, "received": 1}

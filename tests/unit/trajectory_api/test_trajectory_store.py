@@ -42,8 +42,6 @@ async def test_what_was_written_is_loaded(tmp_path, durability):
         await append(store, 1, 2, key="post")
         await append(store, 3, ticket=7)
         await store.write(database.cut, 1, [2])
-        await store.write(database.count, {"received": 2})
-        await store.write(database.count, {"received": 1})
         await store.write(database.write_run, epoch=4)
     async with open_store(tmp_path, durability) as (store, loaded):
         assert [entry.id for entry in loaded.entries if not entry.is_open] == [1, 3] and loaded.last_id == 3
@@ -51,7 +49,7 @@ async def test_what_was_written_is_loaded(tmp_path, durability):
         [ticket] = [entry for entry in loaded.entries if entry.is_open]
         assert (ticket.number, ticket.env, ticket.size, ticket.due) == (8, 0, 4, 3)
         assert loaded.posts == {"post": 2}
-        assert (loaded.counts, loaded.environments) == ({"received": 3}, {0: {"name": "one"}})
+        assert loaded.environments == {0: {"name": "one"}}
         assert await store.read(database.read_batch, 1) == [b"record 2"]
 
 
@@ -103,9 +101,8 @@ async def test_a_reset_begins_anew_and_deletes_no_record(tmp_path):
         await store.write(database.cut, 1, [1])
         await store.write(database.write_environment, 0, {"name": "one"})
         await store.write(database.begin_ticket, 7, 0, 4, 3)
-        await store.write(database.count, {"received": 2})
         loaded = await store.write(database.reset, epoch=3)
-        assert loaded == database.Loaded({"epoch": 3, "format": database.FORMAT}, {}, [], 2, {}, {})
+        assert loaded == database.Loaded({"epoch": 3, "format": database.FORMAT}, {}, [], 2, {})
         assert await store.read(database.read_batch, 1) == [] and await store.read(database.list_batches) == []
         await append(store, 3)
         await store.write(database.cut, 1, [3])
@@ -127,8 +124,6 @@ async def test_folders_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="data-dir"):
         Store(tmp_path / "file" / "x")
-    with pytest.raises(ConfigurationError, match="durability=fast"):
-        Store(tmp_path, "fast")
     async with open_store(tmp_path / "other") as (store, _):
         await store.write(database.write_run, format=1)
     for refuses in (Store, records.list_all):
