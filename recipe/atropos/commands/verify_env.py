@@ -34,7 +34,7 @@ from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_s
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.gem.outer_policy import MESSAGES, remember_messages, watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -51,7 +51,7 @@ class Exchange:
     params: Mapping[str, Any]
     messages: list[dict[str, Any]] | None = None
     answers: list[SampledReply] = field(default_factory=list)
-    error: InferenceError | None = None
+    error: Exception | None = None
     seconds: float = 0.0
 
 
@@ -156,7 +156,7 @@ def _record_calls(env: BaseEnv) -> list[Exchange]:
         try:
             exchange.answers = await sample(server, ids, params, timeout)
             return exchange.answers
-        except InferenceError as error:
+        except Exception as error:  # whatever it is, it is shown
             exchange.error = error
             raise
         finally:

@@ -140,7 +140,7 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
     known = dict(keys_of(OmegaConf.to_container(config)))
     coefficients = {key: OmegaConf.select(config, key) for key in _SWITCHED}
     items = [item for key, value in given if key != "preset" for item in flat(key, value, known)]
-    changes, wrong = of_all(lambda item: checked(item[0], item[1], known), items)
+    changes, wrong = of_all(lambda item: checked(item[0], item[1], known, config), items)
     _drop_for_another_target(config, preset, changes, tell)
     with open_dict(config):
         for key, value in (change for change in changes if not unsupported(change[0])[0]):

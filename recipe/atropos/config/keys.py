@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from omegaconf import DictConfig, OmegaConf
+
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
@@ -91,7 +93,7 @@ def flat(key: str, value: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield key, value
 
 
-def checked(key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+def checked(key: str, value: Any, known: Mapping[str, Any], shipped: DictConfig) -> tuple[str, Any]:
     """Return key and value. A key without effect that follows another is accepted, since the other may change too.
 
     Raises:
@@ -112,6 +114,8 @@ def checked(key: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
         raise without_effect(key, value)
     if isinstance(default, dict) and not _interpolates(value):
         raise ConfigurationError(f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=...")
+    if not reason and _interpolates(default):
+        default = OmegaConf.select(shipped, key)
     if key not in documented() and (wanted := _another_kind(value, default)):
         raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
     return key, value

@@ -44,7 +44,7 @@ from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.machine import run_program
-from recipe.atropos.utils.process import Service, run_command, unstopped
+from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
 from recipe.atropos.utils.scratch import current
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
 
@@ -89,7 +89,8 @@ def check_environments(run: Run) -> None:
             problems = [problem for problem in pool.map(partial(_flag_problem, run), specs) if problem]
     finally:  # a terminal's Ctrl-C does not reach the processes
         for service in [service for service in unstopped if service.name.startswith(_CHECK)]:
-            service.stop(grace=0)
+            with contextlib.suppress(ServiceFailed):
+                service.stop(grace=0)
     if problems:
         raise ConfigurationError("\n".join(problems))
 

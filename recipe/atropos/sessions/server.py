@@ -120,7 +120,7 @@ class SessionServer:
     def _of_environments(self, handler: Callable[[web.Request], Awaitable[web.Response]]) -> Any:
         async def guarded(request: web.Request) -> web.Response:
             if not hmac.compare_digest(_given_key(request).encode(), self._key.encode()):
-                raise RequestError("this takes the environments' key", 401)
+                raise RequestError("this takes the environments' API key", 401)
             return await handler(request)
 
         return guarded

@@ -1,6 +1,9 @@
 """Whether somebody has logged in to W&B here, as W&B itself decides it."""
 
+import os
 from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 
 def wandb_login() -> tuple[str, str, bool]:
@@ -13,11 +16,13 @@ def wandb_login() -> tuple[str, str, bool]:
     from wandb.sdk.lib.wbauth import authenticate_session
 
     wandb.teardown()
+    mode, url = os.environ.get("WANDB_MODE") or "online", "https://W&B"
     try:
         settings = wandb_setup.singleton().settings
-        login = authenticate_session(host=settings.base_url, source="", prompt=False, update_session=False)
-    except (wandb.Error, UnicodeDecodeError):  # a key of another form; a damaged file
-        return "online", "W&B", False
+        mode, url = settings.mode, settings.base_url
+        login = authenticate_session(host=url, source="", prompt=False, update_session=False)
+    except (wandb.Error, ValidationError, UnicodeDecodeError):  # a value or key of another form; a damaged file
+        login = None
     finally:
         wandb.teardown()
-    return settings.mode, urlsplit(settings.base_url).netloc, login is not None
+    return mode, urlsplit(url).netloc, login is not None

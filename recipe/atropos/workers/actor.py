@@ -69,7 +69,10 @@ class DevicePool(RayResourcePool):
             for node, ranks in enumerate(self.store)
         ]
         deadline = time.monotonic() + self.timeout
-        if all(group.wait(max(0, deadline - time.monotonic())) for group in groups):
+        # A call of ``wait`` cannot be interrupted.
+        while not (found := all(group.wait(1) for group in groups)) and time.monotonic() < deadline:
+            pass
+        if found:
             return sort_placement_group_by_node_ip(groups)
         for group in groups:
             remove_placement_group(group)

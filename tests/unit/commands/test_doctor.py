@@ -106,6 +106,10 @@ def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
         (tmp_path / name).unlink()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert not found().ok
+    monkeypatch.setenv("WANDB_BASE_URL", "no address")
+    assert not found().ok
+    (tmp_path / "netrc").write_bytes(b"\xff\xfe")
+    monkeypatch.setenv("WANDB_API_KEY", "short")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert found().ok
 

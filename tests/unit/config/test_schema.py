@@ -235,9 +235,11 @@ def test_schema_refuses_a_coefficient_of_what_is_off(coefficient, switch):
     assert OmegaConf.select(load_config([*given[:1], f"{coefficient}=0.0"]), coefficient) == 0, "as DAPO's scripts do"
 
 
-def test_schema_refuses_another_value_than_that_of_the_key_that_is_followed():
+def test_schema_refuses_another_value_than_the_followed_keys():
     with pytest.raises(ConfigurationError, match=r"rollout.dtype=bfloat16 has no effect here: .* inference.dtype"):
         load_config([f"{MODEL}.path=m", f"{ROLLOUT}.dtype=bfloat16", "inference.dtype=float16"])
+    with pytest.raises(ConfigurationError, match="ref.use_torch_compile=7: give true or false"):
+        load_config([f"{MODEL}.path=m", "actor_rollout_ref.ref.use_torch_compile=7"])
 
 
 def test_schema_lets_shipped_values_and_free_mappings_through():
