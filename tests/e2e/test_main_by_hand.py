@@ -36,7 +36,8 @@ def test_a_trainer_without_its_services_stops_and_names_them(tmp_path, model_pat
     url = f"http://127.0.0.1:{free_port()}"
     options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.startup_timeout=5"]
     done = train(tmp_path, *options, f"inference.urls=[{url}]", f"trainer.atropos.api_url={url}", seconds=900)
-    expected = f"error: no SGLang server answered for 5 s; see their logs: {url}/model_info: cannot connect"
+    fix = "see their logs, or correct inference.urls"
+    expected = f"error: no SGLang server answered for 5 s; {fix}: {url}/model_info: cannot connect"
     assert done.returncode == 1 and expected in words(done.stdout), done.stdout
 
 

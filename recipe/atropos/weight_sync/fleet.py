@@ -76,9 +76,9 @@ class ServerFleet:
                 raise error
         return answers
 
-    def look(self) -> dict[str, str]:
-        """Return the weight version of each server that answers; remove the others from rotation."""
-        longest = min(self.timeout, _LONGEST_ANSWER)
+    def look(self, longest: float = _LONGEST_ANSWER) -> dict[str, str]:
+        """Return the weight version of each server that answers in time; remove the others from rotation."""
+        longest = min(self.timeout, longest)
         versions, errors = self._ask({url: _ANSWER_OF_ONE_OUT if url in self._errors else longest for url in self.urls})
         for url in self._errors.keys() & versions.keys():
             logger.warning("SGLang server %s answers again, with weight version %s", url, versions[url])
@@ -94,13 +94,14 @@ class ServerFleet:
         """
         limit = self.timeout if limit is None else limit
         deadline = time.monotonic() + limit
-        if len(versions := self.look()) < least:
+        if len(versions := self.look(min(limit, _LONGEST_ANSWER))) < least:
             logger.error("%d SGLang servers answer, %d must: waiting %g s", len(versions), least, limit)
         while len(versions) < least:
             if time.monotonic() > deadline:
                 who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
                 reasons = "; ".join(self._errors.values())
-                raise ServersGone(f"{who} answered for {limit:g} s; see their logs: {reasons}")
+                fix = "see their logs, or correct inference.urls"
+                raise ServersGone(f"{who} answered for {limit:g} s; {fix}: {reasons}")
             time.sleep(_LOOK_SECONDS)
             versions = self.look()
         return versions
