@@ -3,8 +3,8 @@
 Trains first policies of ``tasks/credit.py`` by the launcher, with the real services, until 80% of held-out items are
 solved, and compares the tokens that were sampled for it. Settled before the runs:
 
-- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 4 and 8
-  the first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain.
+- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 4 the
+  first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain.
 - Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
   prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals
   GRPO of larger groups, GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes

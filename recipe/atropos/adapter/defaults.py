@@ -52,13 +52,14 @@ def complete(
     Raises:
         WrongKey: a server rejects the key; names the variable to set.
     """
-    mode, host, logged_in = wandb_login()
     uses_wandb = env.use_wandb or not serves  # atroposlib turns it on to evaluate and to process, whatever the default
-    if uses_wandb and "use_wandb" not in env_given and mode == "online" and not logged_in:
-        _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")
-        env = env.model_copy(update={"use_wandb": False})
-        if not serves:
-            os.environ["WANDB_MODE"] = "disabled"
+    if uses_wandb and "use_wandb" not in env_given:
+        mode, host, logged_in = wandb_login()
+        if mode == "online" and not logged_in:
+            _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")
+            env = env.model_copy(update={"use_wandb": False})
+            if not serves:
+                os.environ["WANDB_MODE"] = "disabled"
     if serves and "total_steps" not in env_given:
         _say(f"it serves until it is stopped (--env.total_steps={NO_STEP_LIMIT})")
         env = env.model_copy(update={"total_steps": NO_STEP_LIMIT})

@@ -89,7 +89,7 @@ def check_environments(run: Run) -> None:
             problems = [problem for problem in pool.map(partial(_flag_problem, run), specs) if problem]
     finally:  # a terminal's Ctrl-C does not reach the processes
         for service in [service for service in unstopped if service.name.startswith(_CHECK)]:
-            with contextlib.suppress(ServiceFailed):
+            with contextlib.suppress(ServiceFailed):  # its guardian ends it with the launcher
                 service.stop(grace=0)
     if problems:
         raise ConfigurationError("\n".join(problems))

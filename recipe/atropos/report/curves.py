@@ -70,7 +70,7 @@ def _held_out(history: History) -> dict[str, Any]:
         xs, ys, items, _ = zip(*values, strict=True)
         which = f" ({items[-1]:.0f} items)" if items[-1] else ""
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
-    names = sorted({values[0][3] for values in evaluations.values()})
+    names = sorted({values[0].metric for values in evaluations.values()})
     values = [y for each in series for y in each["y"] if y is not None]
     about = "Score on items that are never trained on. Its range may be another than that of the training score."
     own = f"{', '.join(names)}, from {extent(min(values), max(values))}" if values else ""

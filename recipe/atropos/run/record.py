@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import append_line, disk_errors, read_json, read_lines, rewrite_lines, write_json
@@ -28,9 +28,6 @@ PHASES = {  # phases of a step, in order, and the trainer's timers that measure 
     "record": ("dump",),
 }
 
-
-Evaluation = tuple[int, float, int | None, str]
-"""Step, main metric, the number of items it was measured on if that is known, and its name."""
 
 SCORES = ("atropos/mean_raw_score", "atropos/mean_score")
 """Names of a step's mean score before reward shaping; a run without reward shaping may have the second only."""
@@ -206,6 +203,15 @@ def read_evaluations(directory: str | Path) -> list[dict[str, Any]]:
     return read_lines(RunDir(directory).evaluations)
 
 
+class Evaluation(NamedTuple):
+    """An environment's main metric at a step; ``items``: on how many it was measured, if that is known."""
+
+    step: int
+    score: float
+    items: int | None
+    metric: str
+
+
 def held_out(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Evaluation]]:
     """Return the evaluations of each environment, in order, from lines of ``evaluations.jsonl``.
 
@@ -214,9 +220,9 @@ def held_out(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Evaluation]]:
     found: dict[str, list[Evaluation]] = {}
     for line in lines:
         metrics, known = line.get("metrics", {}), found.get(line["env"])
-        metric = known[0][3] if known else line.get("main")
+        metric = known[0].metric if known else line.get("main")
         if metric in metrics:
-            evaluation = (line["step"], metrics[metric], item_count(metrics), metric)
+            evaluation = Evaluation(line["step"], metrics[metric], item_count(metrics), metric)
             found.setdefault(line["env"], []).append(evaluation)
     return found
 

@@ -16,13 +16,13 @@ def wandb_login() -> tuple[str, str, bool]:
     from wandb.sdk.lib.wbauth import authenticate_session
 
     wandb.teardown()
-    mode, url = os.environ.get("WANDB_MODE") or "online", "https://W&B"
+    mode, host, login = os.environ.get("WANDB_MODE") or "online", "W&B", None
     try:
         settings = wandb_setup.singleton().settings
-        mode, url = settings.mode, settings.base_url
-        login = authenticate_session(host=url, source="", prompt=False, update_session=False)
-    except (wandb.Error, ValidationError, UnicodeDecodeError):  # a value or key of another form; a damaged file
-        login = None
+        mode, host = settings.mode, urlsplit(settings.base_url).netloc
+        login = authenticate_session(host=settings.base_url, source="", prompt=False, update_session=False)
+    except (wandb.Error, ValidationError, UnicodeDecodeError):
+        pass  # a value or key of another form, or a damaged file, is no login; W&B says so where it is used
     finally:
         wandb.teardown()
-    return mode, urlsplit(url).netloc, login is not None
+    return mode, host, login is not None
