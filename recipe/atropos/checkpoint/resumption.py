@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.atropos.checkpoint.store import Checkpoints, model_of
+from recipe.atropos.checkpoint.store import Checkpoints, model_of, step_of
 from recipe.atropos.config.compose import LAUNCHER_KEYS, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import FORMAT, RunDir
@@ -39,8 +39,8 @@ def prepare_folder(
     Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
     Raises:
-        ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model, or of
-            another number of ranks.
+        ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model, of
+            another number of ranks, or beyond the last step.
         RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
@@ -86,6 +86,11 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
         raise ConfigurationError(
             f"trainer.nnodes * trainer.n_gpus_per_node = {ranks}, and {resumed} was saved by {max(saved)} ranks: give "
             "as many, or begin another run with its model (verl-atropos export)"
+        )
+    if resumed and step_of(resumed) > (steps := config.trainer.total_training_steps):
+        raise ConfigurationError(
+            f"trainer.total_training_steps={steps}, and {resumed} was trained further: give at least its step "
+            "(--steps), or another folder (--run-dir)"
         )
     return resumed
 

@@ -201,6 +201,15 @@ def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, sav
         configured(**{"trainer.n_gpus_per_node": now})
 
 
+def test_run_dir_trained_beyond_the_last_step_is_refused(configured, tmp_path):
+    """It would train nothing, and evaluate weights of another step than the last."""
+    configured()
+    save(tmp_path / "run/checkpoints", 4)
+    assert configured(**{"trainer.total_training_steps": 4}), "only the last evaluation or the export is left"
+    with pytest.raises(ConfigurationError, match=r"total_training_steps=3, and \S+global_step_4 was trained further"):
+        configured(**{"trainer.total_training_steps": 3})
+
+
 def test_run_dir_of_another_model_is_refused(configured, tmp_path, model_path):
     configured()
     assert read_json(tmp_path / "run/run.json")["versions"] == {"torch": "1"}
