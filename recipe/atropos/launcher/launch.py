@@ -25,7 +25,7 @@ from recipe.atropos.launcher.startup import first_version, servers_healthy, star
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
-from recipe.atropos.terminal.dashboard import shown_path
+from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.live_view import LiveView
 from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
@@ -212,7 +212,7 @@ def _write_page(files: RunDir) -> bool:
     try:
         write_report(files.path, tokens=False, ended=True)
     except Exception as error:  # whatever it is: the run ends as it would without
-        text = f"{error}; python -m recipe.atropos report {files.path} writes it"
+        text = f"{error}; {shell_command('report', files.path)} writes it"
         console.print(f"[bold yellow]report[/]  {escape(text)}", soft_wrap=True)
         return False
     return True

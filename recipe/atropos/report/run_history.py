@@ -67,8 +67,9 @@ class History:
     @cached_property
     def started(self) -> float | None:
         """Unix time of the earliest line of any file; None if there is none."""
-        first = [lines[0]["time"] for lines in (self.lines, self.evaluations, *self.reports.values()) if lines]
-        return min(first, default=None)
+        files = (self.lines, self.evaluations, *self.reports.values())
+        # An evaluation that failed has no time.
+        return min((line["time"] for lines in files for line in lines[:1] if "time" in line), default=None)
 
     @cached_property
     def outcomes(self) -> dict[str, list[Outcomes]]:

@@ -15,11 +15,11 @@ def test_the_launcher_leaves_a_plot_and_a_page(tmp_path, capsys):
 
 
 def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, capsys):
-    run = RunDir(healthy_run(tmp_path))
+    run = RunDir(healthy_run(tmp_path / "a run"))
     run.summary.write_text("{")
     write_pictures(run)
     told = capsys.readouterr().out
-    assert "summary.json is damaged" in told and f"python -m recipe.atropos report {tmp_path} writes it" in told
+    assert "summary.json is damaged" in told and f" report '{run.path}' writes it" in told
     assert not run.report.exists()
 
 

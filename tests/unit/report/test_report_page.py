@@ -157,6 +157,13 @@ def test_when_a_run_started_is_not_made_up(tmp_path):
     assert "started" not in dict(describe(history, tokens=False)["figures"])
 
 
+def test_a_run_whose_first_evaluation_failed_has_a_page(tmp_path):
+    """As of a model without a chat template: there is no other line yet."""
+    files = make_run(tmp_path, steps=0)
+    rewrite_lines(files.evaluations, [{"step": 0, "version": 0, "env": "gsm8k", "error": "no evaluation"}])
+    assert describe(read_history(files.path), tokens=False)["state"] == "running"
+
+
 def test_the_command_finds_a_run_by_its_name(tmp_path, monkeypatch, capsys):
     make_run(tmp_path / "runs/mine")
     monkeypatch.chdir(tmp_path)
