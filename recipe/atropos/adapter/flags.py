@@ -32,6 +32,7 @@ from atroposlib.utils.cli import extract_namespace, get_double_dash_flags
 from pydantic import BaseModel, ValidationError
 
 from recipe.atropos.adapter.defaults import WrongKey, complete
+from recipe.atropos.adapter.recorded_calls import cause_of
 from recipe.atropos.adapter.replicas import sharing
 from recipe.atropos.adapter.settings import PREFIX, WARNING, AdapterSettings
 from recipe.atropos.errors import AtroposError, EnvironmentFailure
@@ -191,7 +192,7 @@ class CommandLine:
         except Exception as error:
             traceback.print_exc()
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            print(f"error: {type(error).__name__}: {error}{notes}", file=sys.stderr)
+            print(f"error: {type(cause := cause_of(error)).__name__}: {cause}{notes}", file=sys.stderr)
         end_process(code)
 
     @classmethod

@@ -311,6 +311,17 @@ def test_dataset_that_is_missing_ends_with_one_line(tmp_path, model, command):
     assert "error: FileNotFoundError: no dataset at /data/nowhere (in setup() of " in output.splitlines()[-1]
 
 
+def test_a_failure_in_a_group_of_tasks_is_named(tmp_path, model):
+    """As of a model without a chat template: the launcher shows the last line."""
+    text = "import asyncio\nfrom helpers.environments.said_env import SaidEnv\nclass Grouped(SaidEnv):\n"
+    text += (
+        "    async def evaluate(self):\n        async with asyncio.TaskGroup():\n            raise ValueError('why')\n"
+    )
+    write(tmp_path, grouped=text)
+    status, output = run_adapter(tmp_path, "evaluate", "--env", "grouped.py:Grouped", MODEL=model)
+    assert status != 0 and output.splitlines()[-1] == "error: ValueError: why"
+
+
 # ---------------------------------------------------------------------- groups, sizes, silence
 
 
