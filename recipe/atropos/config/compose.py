@@ -332,9 +332,9 @@ def compose_overrides(arguments: argparse.Namespace) -> list[str]:
     """Return these options as key=value; the user's own key=value come last and win."""
     named = {
         "preset": arguments.preset,
-        "config": arguments.config and quoted(Path(arguments.config).resolve()),
+        "config": arguments.config and quoted(Path(arguments.config).expanduser().resolve()),
         "trainer.total_training_steps": arguments.steps,
-        "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).resolve()),
+        "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).expanduser().resolve()),
         "actor_rollout_ref.model.path": arguments.model and quoted(arguments.model),
         "run.resume_from": arguments.resume_from and quoted(arguments.resume_from),
         "trainer.n_gpus_per_node": arguments.gpus,

@@ -112,7 +112,7 @@ def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
     Raises:
         ConfigurationError: the folder was given explicitly and holds a finished run.
     """
-    configured = Path(config.run.dir).resolve()
+    configured = Path(config.run.dir).expanduser().resolve()
     candidate, number = configured, 1
     while _finished_steps(candidate) >= config.trainer.total_training_steps:
         if explicit:

@@ -12,14 +12,14 @@ import pytest
 
 from helpers.interpreter import make_interpreter, write_environment
 from helpers.runs import run_of
-from recipe.atropos.config.compose import load_config, resolved
+from recipe.atropos.config.compose import compose_overrides, load_config, resolved
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
-from recipe.atropos.launch_services import check_start, prepare_model
+from recipe.atropos.launch_services import check_start, parse_arguments, prepare_model
 from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.terminal import progress as progress_module
@@ -136,6 +136,17 @@ def test_run_dir_of_the_next_number_holds_all_of_its_run(tmp_path, monkeypatch):
         )
         for path in (config.run.dir, config.trainer.default_local_dir, config.trainer.rollout_data_dir):
             assert Path(path).resolve().is_relative_to(plan.files.path), path
+
+
+@pytest.mark.parametrize("options", [["--run-dir=~/run"], ["run.dir='~/run'"], ["--config=~/own.yaml"]])
+def test_run_dir_below_home_is_no_folder_of_that_name(tmp_path, monkeypatch, options):
+    """A shell leaves the ~ in each of them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("run: {dir: ~/run}")
+    plan = plan_run(compose_overrides(parse_arguments(["--preset=demo", *options])))
+    assert (
+        plan.files.path == tmp_path / "run" and Path(plan.config.trainer.default_local_dir).parent == tmp_path / "run"
+    )
 
 
 @pytest.mark.parametrize("key", ["run.dir=DIR", "+run.dir=DIR", "++run.dir=DIR", "run={dir: DIR}"])
