@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 from omegaconf import DictConfig
 from rich.markup import escape
 
@@ -282,7 +283,8 @@ class Run:
         if running:
             running.insert(0, (LAUNCHER, os.getpid(), None, _output(self.files.log(LAUNCHER))))
         listing = {
-            name: {"pid": pid, "started": start_time(pid), "url": url, "log": log} for name, pid, url, log in running
+            name: {"pid": pid, "started": start_time(pid), "booted": psutil.boot_time(), "url": url, "log": log}
+            for name, pid, url, log in running
         }
         if ending and listing:
             listing[LAUNCHER]["ending"] = True

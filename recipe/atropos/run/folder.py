@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+import psutil
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.files import (
@@ -192,17 +193,18 @@ class RunDir:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a lock, without its arguments, which may contain secrets."""
+    """A process that holds a lock, without its arguments, which may contain secrets; see ``process_lives``."""
 
     pid: int
     host: str
     command: str
     started: float
+    booted: float | None = None
 
     @classmethod
     def this_process(cls) -> "Holder":
         command = Path(sys.argv[0]).stem or "python"
-        return cls(os.getpid(), socket.gethostname(), command, start_time(os.getpid()))
+        return cls(os.getpid(), socket.gethostname(), command, start_time(os.getpid()), psutil.boot_time())
 
     @classmethod
     def parse(cls, content: bytes) -> "Holder | None":
@@ -219,7 +221,7 @@ class Holder:
 
     def lives(self) -> bool:
         """Return whether the process is running; on another machine, it is assumed to be."""
-        return not self.is_here or process_lives(self.pid, self.started)
+        return not self.is_here or process_lives(self.pid, self.started, self.booted)
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))

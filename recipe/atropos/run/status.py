@@ -243,8 +243,11 @@ class RunReader:
     def _read_services(
         self, listing: dict[str, Any], config: dict[str, Any], state: str
     ) -> tuple[tuple[ServiceStatus, ...], dict[str, Any] | None]:
-        started = {name: entry for name, entry in listing.items() if entry.get("started") is not None}
-        living = {name: entry for name, entry in started.items() if process_lives(entry["pid"], entry["started"])}
+        living = {
+            name: entry
+            for name, entry in listing.items()
+            if entry.get("started") is not None and process_lives(entry["pid"], entry["started"], entry.get("booted"))
+        }
         key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
         api = living.get("api", {}).get("url") or config.get("trainer", {}).get("atropos", {}).get("api_url")
         gateway = living.get("gateway", {}).get("url") or config.get("inference", {}).get("gateway")

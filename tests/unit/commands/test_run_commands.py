@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
@@ -57,6 +58,17 @@ def test_stop_ends_the_process_that_holds_the_run(held, capsys):
     assert process.wait(10) == -15
     assert "after step 10, in 0 s; the command that started it resumes it" in told(capsys)
     assert main(["stop", str(files.path)]) == 0 and "does not run (stopped)" in told(capsys)
+
+
+@pytest.mark.parametrize("seconds", [-3600, 3600])
+def test_stop_finds_a_run_after_the_clock_was_set(held, monkeypatch, capsys, seconds):
+    """As in a virtual machine that goes on after a pause: the boot, and with it each start, is at another time now."""
+    files, process = held()
+    booted = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + seconds)
+    assert psutil.boot_time() == booted + seconds and files.holder().lives()
+    assert main(["stop", str(files.path)]) == 0 and process.wait(10) == -15
+    assert "after step 10, in 0 s" in told(capsys)
 
 
 def test_stop_waits_no_longer_than_its_timeout(held, capsys):

@@ -24,9 +24,9 @@ from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
 from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.files import DiskFull, FolderRemoved
+from recipe.atropos.utils.files import DiskFull, FolderRemoved, read_json
 from recipe.atropos.utils.hosts import joins_cluster
-from recipe.atropos.utils.process import ServiceFailed
+from recipe.atropos.utils.process import ServiceFailed, process_lives
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.weight_sync.manager import build_manager
 
@@ -145,6 +145,14 @@ def test_a_run_that_stops_its_services_is_listed_as_ending(run, monkeypatch):
         run.add(service)
         run.stop()
     assert seen == [False, True] and other.poll() is not None
+
+
+def test_status_of_services_is_the_same_after_the_clock_was_set(run, monkeypatch):
+    service, booted = run.start("gateway", SLEEP), psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 60)
+    [entry] = [entry for name, entry in read_json(run.files.services).items() if name == "gateway"]
+    assert process_lives(service.pid, entry["started"], entry["booted"])
+    assert not process_lives(service.pid, entry["started"] - 1, entry["booted"]), "another process"
 
 
 def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypatch):
