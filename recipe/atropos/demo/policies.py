@@ -7,6 +7,7 @@ of ``small_policy``, with other training data.
 import argparse
 import random
 import re
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -195,7 +196,10 @@ def main() -> None:
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    print(ensure_small_policy(seed=arguments.seed, recipe=RECIPES[arguments.name]))
+    try:
+        print(ensure_small_policy(seed=arguments.seed, recipe=RECIPES[arguments.name]))
+    except OSError as error:  # as in a home folder that is read-only
+        sys.exit(f"{error}; set ATROPOS_CACHE to a folder that can be written")
 
 
 if __name__ == "__main__":

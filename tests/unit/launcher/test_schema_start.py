@@ -15,7 +15,7 @@ from helpers.runs import run_of
 from recipe.atropos.config.compose import compose_overrides, load_config, resolved
 from recipe.atropos.config.derived_timeouts import set_waits
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
+from recipe.atropos.config.models import SMALL_POLICIES, PolicyNotMade, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
@@ -105,6 +105,17 @@ def test_schema_start_gives_everyone_a_small_policy(tmp_path, monkeypatch):
     prepare_model(config, tmp_path / "log")
     assert config.actor_rollout_ref.model.path == str(Path.cwd())
     assert resolve_model("org/name", seed=0) == "org/name"
+
+
+def test_a_small_policy_needs_a_folder_that_can_be_written(tmp_path, monkeypatch):
+    """The home folder of a container may be read-only."""
+    monkeypatch.delenv("ATROPOS_CACHE", raising=False)
+    monkeypatch.setenv("HOME", "/dev/null")
+    with pytest.raises(PolicyNotMade) as refused:
+        resolve_model("small-policy-terse", seed=0)
+    assert str(refused.value).splitlines()[1:] == [
+        "[Errno 20] Not a directory: '/dev/null/.cache/verl-atropos'; set ATROPOS_CACHE to a folder that can be written"
+    ]
 
 
 @pytest.mark.parametrize(
