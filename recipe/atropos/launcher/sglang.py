@@ -221,7 +221,9 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
     seconds = 0.0
     for name, launch in inference.servers.items():
         timeout = max(run.config.inference.start_timeout - seconds, 1.0)
-        seconds += await wait_until_healthy(run.services[name], partial(serves, run, launch.url), timeout)
+        seconds += await wait_until_healthy(
+            run.services[name], partial(serves, run, launch.url), timeout, key="inference.start_timeout"
+        )
     _enable_restarts(run, inference)
     return seconds
 

@@ -101,7 +101,9 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
         except TrajectoryApiError:
             return False
 
-    await wait_until_healthy(lambda: run.services["api"], answers, run.config.api.start_timeout)
+    await wait_until_healthy(
+        lambda: run.services["api"], answers, run.config.api.start_timeout, key="api.start_timeout"
+    )
     run.restart_policies["api"].recovers = lambda status: True
     seconds = await inference_healthy(run, inference)
     many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
@@ -143,7 +145,12 @@ async def first_version(run: Run, inference: Inference) -> int:
         return version is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
-    what = "done with its first push of weights"
-    seconds = await wait_until_healthy(lambda: run.services["trainer"], pushed, timeout, what=what)
+    seconds = await wait_until_healthy(
+        lambda: run.services["trainer"],
+        pushed,
+        timeout,
+        what="done with its first push of weights",
+        key="trainer.ray_wait_register_center_timeout + trainer.atropos.weight_sync.timeout",
+    )
     console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
     return version

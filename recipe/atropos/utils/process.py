@@ -332,13 +332,14 @@ async def wait_until_healthy(
     timeout: float,
     *,
     what: str = "healthy",
+    key: str = "",
     interval: float = 0.1,
 ) -> float:
     """Wait until `check()` is true and return the seconds that it took.
 
     `service` may be a function that returns it, if it may be restarted meanwhile. `check` may be a coroutine function.
-    False, an OSError or a TimeoutError mean "not yet"; any other exception
-    propagates. The service is not stopped: the caller decides.
+    False, an OSError or a TimeoutError mean "not yet"; any other exception propagates. ``key``: the setting of
+    ``timeout``. The service is not stopped: the caller decides.
 
     Raises:
         ServiceFailed: the process ended, or `timeout` seconds went by.
@@ -352,7 +353,7 @@ async def wait_until_healthy(
             raise current.failure(f"not {target} after {time.monotonic() - begin:.1f} s")
         remaining = begin + timeout - time.monotonic()
         if remaining <= 0:
-            raise current.failure(f"not {target} within {timeout:g} s{reason}")
+            raise current.failure(f"not {target} within {timeout:g} s{f' ({key})' if key else ''}{reason}")
         try:
             result = check()
             if inspect.isawaitable(result):

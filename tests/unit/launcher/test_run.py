@@ -12,6 +12,7 @@ from dataclasses import replace
 import orjson
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 from helpers.disk import fill
 from helpers.runs import run_of
@@ -23,6 +24,7 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
 from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers
+from recipe.atropos.launcher.startup import first_version, servers_healthy
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import DiskFull, FolderRemoved, read_json
 from recipe.atropos.utils.hosts import joins_cluster
@@ -120,6 +122,26 @@ def test_a_restart_for_a_server_that_moved_does_not_count(run, capsys):
     end(run.services["gateway"])
     with pytest.raises(ServiceFailed, match="ended once more after 0 restarts"):
         run.check()
+
+
+def test_a_start_that_takes_too_long_names_its_limit(run):
+    """Whatever is awaited, the error says which key is to be raised."""
+    for name in ("api", "gateway", "sglang", "trainer"):
+        restartable(run, name)
+    run.config = OmegaConf.create(
+        {
+            "api": {"start_timeout": 0.2},
+            "inference": {"start_timeout": 0.2},
+            "trainer": {"ray_wait_register_center_timeout": 0.1, "atropos": {"weight_sync": {"timeout": 0.1}}},
+        }
+    )
+    inference = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
+    for wait, told in (
+        (servers_healthy(run, run.services["api"], inference), r"api: .* within 0.2 s \(api.start_timeout\)"),
+        (first_version(run, inference), r"trainer: .* first push .* \(trainer.ray_wait_register_center_timeout \+ "),
+    ):
+        with pytest.raises(ServiceFailed, match=told):
+            asyncio.run(wait)
 
 
 def test_a_restart_that_held_is_forgotten(run, monkeypatch):

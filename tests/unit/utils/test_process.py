@@ -198,8 +198,8 @@ def test_service_that_never_gets_healthy_has_the_last_reason(launch):
         raise ConnectionRefusedError("port closed")
 
     service = launch("import time; print('still loading', flush=True); time.sleep(600)", url="http://127.0.0.1:9")
-    with pytest.raises(ServiceFailed, match="(?s)http://127.0.0.1:9 within 1 s.*port closed.*still loading"):
-        asyncio.run(wait_until_healthy(service, check, timeout=1))
+    with pytest.raises(ServiceFailed, match=r"(?s)http://127.0.0.1:9 within 1 s \(its.key\) .*port closed.*still load"):
+        asyncio.run(wait_until_healthy(service, check, timeout=1, key="its.key"))
 
 
 def test_a_check_that_hangs_does_not_hang_the_wait(launch):
