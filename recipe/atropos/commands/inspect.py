@@ -78,7 +78,7 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
     )
     legend = Text("grey: not trained on; green / red: advantage above / below 0; underlined: logprob under ")
     console.print(legend.append(f"{UNLIKELY:g}"))
-    console.print(Text.assemble(*((token["text"], style_of(token, largest)) for token in tokens)))
+    console.print(Text.assemble(*((printable(token["text"]), style_of(token, largest)) for token in tokens)))
     if table:
         console.print(token_table(tokens, ["logprob", "advantage"], lambda token: style_of(token, largest)))
 

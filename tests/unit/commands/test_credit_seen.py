@@ -65,6 +65,14 @@ def test_inspect_says_who_made_the_advantages(recorded, groups, overrides, told)
         assert f"; advantages: {expected}\n" in console.export_text()
 
 
+def test_inspect_shows_no_control_characters_of_a_model(recorded, groups, monkeypatch):
+    """They could rewrite what the terminal shows."""
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.decode", lambda self, ids: f"<{ids[0]}\x1b[2J>")
+    console = Console(width=400, file=io.StringIO())
+    show(recorded(groups), 1, 0, 0, table=True, console=console)
+    assert f"<{groups[0]['tokens'][0][0]}>" in console.file.getvalue() and "\x1b" not in console.file.getvalue()
+
+
 def gradient_noise(model_path, groups, advantages):
     """Unbiased noise over unbiased signal, from the lists that environments send; sampled at a temperature of 0.5."""
     policy, found = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32"), []
