@@ -120,8 +120,8 @@ class Checkpoints:
             DiskFull: nothing is left of the new checkpoint.
         """
         folder = self.path(step)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that went on from an earlier one; before others are chosen
         self._prune(max(1, keep - 1) if keep else None, scores or {})  # make room first, as verl does
-        shutil.rmtree(folder, ignore_errors=True)
         try:
             with disk_errors(folder):
                 folder.mkdir(parents=True)

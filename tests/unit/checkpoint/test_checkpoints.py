@@ -143,6 +143,15 @@ def test_run_dir_has_a_whole_checkpoint_while_the_next_is_saved(tmp_path):
             raise RuntimeError("RayTaskError: OSError: [Errno 28] No space left on device")
 
 
+def test_run_dir_that_goes_on_from_an_earlier_step_keeps_it(tmp_path):
+    """While a later one, which is given up, is saved again; if that fails, the run can go on from it once more."""
+    save(tmp_path, 4, 6, keep=2)
+    with pytest.raises(ValueError), Checkpoints(tmp_path).saving(6, 2):
+        assert steps(tmp_path) == [4]
+        raise ValueError
+    assert steps(tmp_path) == [4]
+
+
 def test_run_dir_full_disk_ends_a_checkpoint_and_keeps_the_last(full_disk):
     save(full_disk, 2, keep=1)
     room = shutil.disk_usage(full_disk).free
