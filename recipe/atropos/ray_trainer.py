@@ -408,6 +408,7 @@ class RayGRPOAtroposTrainer:
         state = load_verified(folder, "data.pt")
         self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
         self.record.load_state_dict(state)
+        self.checkpoints.go_on_from(folder)
         if not self.checkpoints.continues(trainer):
             self.record.forget_counts()
 

@@ -3,8 +3,8 @@
 Guarantees:
 
 - a checkpoint is complete once ``complete.json``, written last, lists its files, their sizes and digests; a run resumes
-  only from the most recently completed one, unless ``trainer.resume_from_path`` names another, whatever verl's tracker
-  says;
+  only from the most recently completed one, or the one that it went back to since (``trainer.resume_from_path``),
+  whatever verl's tracker says;
 - what a checkpoint holds is compared with its digests before it is used (``verify``);
 - partial checkpoints left by a kill or a full disk are removed at the next start; other folders are never touched;
 - ``keep`` applies to all complete checkpoints in the folder, including those of earlier processes; the one with the
@@ -94,6 +94,11 @@ class Checkpoints:
         resumed = self.to_resume(trainer)
         return trainer.resume_mode == "auto" or (resumed is not None and resumed.parent == self.directory)
 
+    def go_on_from(self, folder: Path) -> None:
+        """Count ``folder``, if it is one of these, as the newest: a run that goes back to it leaves those after it."""
+        if folder in self.whole()[:-1]:
+            write_json(folder / _COMPLETE, read_json(folder / _COMPLETE) | {"sequence": self._next_sequence()})
+
     def remove_incomplete(self) -> None:
         """Remove checkpoints that an earlier process began to save and did not complete."""
         for folder in self._folders():
@@ -129,8 +134,7 @@ class Checkpoints:
                 yield folder
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
                 made = {name: (digests or {}).get(name) or _digest(folder / name) for name in files}
-                sequence = 1 + max((self._sequence(other) or 0 for other in self._folders()), default=0)
-                complete = {"step": step, "sequence": sequence, "model": model, "batch": batch}
+                complete = {"step": step, "sequence": self._next_sequence(), "model": model, "batch": batch}
                 write_json(folder / _COMPLETE, complete | {"files": files, "digests": made})
                 (folder / _INCOMPLETE).unlink()
         except BaseException as error:
@@ -158,6 +162,9 @@ class Checkpoints:
     def _folders(self) -> list[Path]:
         found = [path for path in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
         return sorted(found, key=step_of)
+
+    def _next_sequence(self) -> int:
+        return 1 + max((self._sequence(folder) or 0 for folder in self._folders()), default=0)
 
     def _sequence(self, folder: Path) -> int | None:
         """Return its position in the order of completion, or None if it is not complete."""

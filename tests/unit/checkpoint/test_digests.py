@@ -121,6 +121,20 @@ def test_digest_is_compared_before_a_run_resumes(tmp_path):
     assert not loaded
 
 
+def test_resuming_from_an_earlier_step_leaves_what_came_after_it(tmp_path):
+    """Else a start without that path would go on from the step that was given up, and the next save remove this one."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    folder = save(checkpoints.directory, 2)
+    save_state(folder / "data.pt", {"totals": {}})
+    save(checkpoints.directory, 2, FILES | {"data.pt": (folder / "data.pt").read_bytes()})
+    save(checkpoints.directory, 4)
+    trainer(tmp_path, folder)._load_checkpoint()
+    assert checkpoints.newest() == folder
+    with checkpoints.saving(3, 2):
+        assert folder in checkpoints.whole()
+    assert checkpoints.newest() == checkpoints.path(3)
+
+
 @pytest.mark.parametrize("name", [MODEL, "actor/huggingface/config.json"])
 def test_digest_is_compared_before_an_export(tmp_path, name):
     folder = save(tmp_path, 2)
