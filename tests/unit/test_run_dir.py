@@ -1,6 +1,7 @@
 """The run folder: its lock, and that a kill or a full disk at any byte leaves it readable."""
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_run_dir_lock_names_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match=f"run.dir={tmp_path}/file/run: Not a directory; give a folder"):
         with RunDir(tmp_path / "file/run").lock():
+            pass
+
+
+def test_run_dir_on_a_disk_without_locks_is_refused(tmp_path, monkeypatch):
+    """As Lustre is by default."""
+
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot be locked \(flock: Function not implemented\); give a folder"
+    ):
+        with RunDir(tmp_path).lock():
             pass
 
 

@@ -126,7 +126,7 @@ class RunDir:
 
         Raises:
             RunDirError: a running process holds the lock; the message names it.
-            ConfigurationError: the folder cannot be created or written.
+            ConfigurationError: the folder cannot be created, written or locked.
         """
         if (inherited := self._inherited()) is not None:
             yield inherited
@@ -185,6 +185,11 @@ class RunDir:
                 if holder is not None and not logged:
                     say(f"waiting for what was started by {holder}, which is gone")
                     logged = True
+            except OSError as error:  # Lustre, unless it is mounted with the option flock
+                raise ConfigurationError(
+                    f"run.dir={self.path}: a file there cannot be locked (flock: {error.strerror}); give a folder on "
+                    "another file system (--run-dir), or mount this one with locks"
+                ) from error
             time.sleep(_LOCK_POLL_SECONDS)
         with disk_errors(self.lock_file):
             os.ftruncate(descriptor, 0)
