@@ -101,6 +101,22 @@ def test_stop_ends_the_whole_tree_and_nothing_else(launch, tmp_path, code, count
         bystander.wait()
 
 
+@pytest.mark.parametrize(
+    "given", [{}, {"NO_PROXY": "inside"}, {"no_proxy": "inside", "NO_PROXY": "x"}, {"no_proxy": "*"}]
+)
+def test_a_proxy_is_not_asked_for_the_services_themselves(launch, monkeypatch, given):
+    """SGLang would not get healthy, and would send its key to the proxy; what the user excludes stays excluded."""
+    for name, value in {"no_proxy": None, "NO_PROXY": None, "http_proxy": "http://proxy:3128", **given}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    asked = "[host for host in ('127.0.0.1', 'localhost', 'inside', 'outside') if not proxy_bypass(host)]"
+    service = launch(f"from urllib.request import getproxies, proxy_bypass; print(getproxies()['http'], {asked})")
+    service.process.wait(30)
+    others = {"": ["inside", "outside"], "inside": ["outside"], "*": []}[
+        given.get("no_proxy", given.get("NO_PROXY", ""))
+    ]
+    assert service.tail() == f"http://proxy:3128 {others}"
+
+
 def test_stop_right_after_the_start_ends_the_service(launch):
     """A SIGTERM between fork and exec is not lost: it would be killed, when the grace is over."""
     for _ in range(20):
