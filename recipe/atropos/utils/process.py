@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -242,8 +243,8 @@ def start_service(
     hold private data).
 
     `env` is added to this process's environment. `inherited`: descriptors that stay open in the service, by the
-    environment variables that name them there. A proxy that is set is not asked for this machine's own addresses. May
-    be called from any thread.
+    environment variables that name them there. A proxy that is set is not asked for loopback addresses and the
+    host of `url`. May be called from any thread.
 
     Raises:
         ServiceFailed: the program does not exist.
@@ -252,7 +253,8 @@ def start_service(
     environment = {**os.environ, **(env or {}), **{name: str(number) for name, number in inherited.items()}}
     if (direct := environment.get("no_proxy") or environment.get("NO_PROXY", "")) != "*":
         # SGLang asks itself whether it is up, with its key, and agents ask the session server.
-        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), f"{direct},localhost,127.0.0.1".lstrip(","))
+        words = filter(None, [direct, "localhost", "127.0.0.1", url and urlsplit(url).hostname])
+        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(words))
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
     run_id = uuid.uuid4().hex

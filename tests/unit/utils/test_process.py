@@ -108,8 +108,9 @@ def test_a_proxy_is_not_asked_for_the_services_themselves(launch, monkeypatch, g
     """SGLang would not get healthy, and would send its key to the proxy; what the user excludes stays excluded."""
     for name, value in {"no_proxy": None, "NO_PROXY": None, "http_proxy": "http://proxy:3128", **given}.items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-    asked = "[host for host in ('127.0.0.1', 'localhost', 'inside', 'outside') if not proxy_bypass(host)]"
-    service = launch(f"from urllib.request import getproxies, proxy_bypass; print(getproxies()['http'], {asked})")
+    asked = "[host for host in ('127.0.0.1', 'localhost', '10.1.2.3', 'inside', 'outside') if not proxy_bypass(host)]"
+    code = f"from urllib.request import getproxies, proxy_bypass; print(getproxies()['http'], {asked})"
+    service = launch(code, url="http://10.1.2.3:80")
     service.process.wait(30)
     others = {"": ["inside", "outside"], "inside": ["outside"], "*": []}[
         given.get("no_proxy", given.get("NO_PROXY", ""))
