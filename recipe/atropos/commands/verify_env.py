@@ -36,6 +36,7 @@ from recipe.atropos.gem.outer_policy import MESSAGES, remember_messages, watch_m
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply
+from recipe.atropos.utils.files import printable
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _MOST_WARNINGS = 10_000  # then the earlier ones are forgotten
@@ -237,9 +238,9 @@ def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None
     if exchange.messages is None:
         console.print("messages: none, the environment wrote the prompt")
     for message in exchange.messages or []:
-        console.print(f"  {message.get('role')}: {message.get('content')}", markup=False)
+        console.print(printable(f"  {message.get('role')}: {message.get('content')}"), markup=False)
     console.print(f"prompt, {len(exchange.prompt)} tokens: {_brief_ids(exchange.prompt)}", markup=False)
-    console.print(Text(tokenizer.decode(exchange.prompt), style="bright_black"))
+    console.print(Text(printable(tokenizer.decode(exchange.prompt)), style="bright_black"))
     if not exchange.answers:
         console.print(f"no answer: {exchange.error or 'canceled'}", markup=False)
     for choice, answer in enumerate(exchange.answers):
@@ -249,7 +250,7 @@ def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None
             f"{_brief_ids(answer.tokens)}",
             markup=False,
         )
-        console.print(Text(tokenizer.decode(answer.tokens), style="green"))
+        console.print(Text(printable(tokenizer.decode(answer.tokens)), style="green"))
 
 
 def _show_groups(result: Verified, console: Console) -> None:
@@ -286,8 +287,10 @@ def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) 
             }
             for at, (token, trained) in enumerate(zip(row.response.tolist(), row.mask.tolist(), strict=True))
         ]
-        response = ((token["text"], "black on green" if token["trained"] else "bright_black") for token in tokens)
-        console.print(Text.assemble((tokenizer.decode(row.prompt.tolist()), "bright_black"), *response))
+        response = (
+            (printable(token["text"]), "black on green" if token["trained"] else "bright_black") for token in tokens
+        )
+        console.print(Text.assemble((printable(tokenizer.decode(row.prompt.tolist())), "bright_black"), *response))
         if table:
             console.print(token_table(tokens, ["logprob"]))
 

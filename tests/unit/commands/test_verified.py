@@ -1,5 +1,7 @@
 """``verl-atropos verify-env``: what it refuses, and what it takes for sampled."""
 
+from types import SimpleNamespace
+
 import pytest
 from rich.console import Console
 
@@ -34,6 +36,14 @@ def test_a_call_that_failed_is_shown_with_its_error(capsys):
     _show_exchange(Exchange([1, 2], {"n": 2}, error=error), Console(width=120), Names())
     assert "prompt, 2 tokens: 1 2" in (shown := capsys.readouterr().out)
     assert "no answer: http://server/generate: HTTP 500: broken" in shown
+
+
+def test_what_a_model_and_its_server_said_has_no_control_characters(capsys):
+    reply = SampledReply("", [4, 5], [-0.5, -0.25], {}, None)
+    exchange = Exchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
+    names = SimpleNamespace(decode=lambda ids: f"\x1b]0;title\x07{ids}")
+    _show_exchange(exchange, Console(width=120), names)
+    assert "user: what?" in (shown := capsys.readouterr().out) and "[4, 5]\n" in shown and "\x1b" not in shown
 
 
 def test_trained_span_is_sampled_only_if_a_reply_has_it():
