@@ -158,12 +158,13 @@ def test_promises_config_of_a_run_asks_for_the_secrets_it_hides(tmp_path, run_fi
         ("defaults: [ppo_trainer]", "own.yaml: defaults: has no effect here"),
         ("- a", "holds no mapping"),
         ("a: [", "own.yaml: while parsing .*; give a YAML file"),
+        ("# für mich", "own.yaml: 'utf-8' codec can't decode byte 0xfc .*; give a YAML file"),
         (None, "No such file"),
     ],
 )
 def test_promises_config_file_is_checked_as_arguments_are(tmp_path, text, told):
     if text is not None:
-        (tmp_path / "own.yaml").write_text(text)
+        (tmp_path / "own.yaml").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigurationError, match=told):
         load_config(["preset=demo", f"config={tmp_path / 'own.yaml'}"])
 

@@ -238,7 +238,7 @@ def _read(file: Any) -> dict[str, Any]:
                 "given; give the arguments of that run (its own command resumes it, and verl-atropos replay reads it)"
             )
         found = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"config={file}: {' '.join(str(error).split())}; give a YAML file") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"config={file}: it holds no mapping of keys to values")
