@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import os
 import sys
+import time
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -15,6 +17,7 @@ from helpers.runs import run_of
 from recipe.atropos import main
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys, prepare_folder
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.compose import (
     compose_config,
     differences,
@@ -118,6 +121,30 @@ def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file
     assert changed_keys(older, yaml.safe_load(config_yaml(run.plan.complete()))) == [], "the same command, again"
     again = plan_run([file, "run.dir=other"]).config
     assert (again.inference.urls, again.inference.gateway) == ([], None)
+
+
+@pytest.mark.parametrize("skew", [-3600, 3600])
+def test_a_restarted_trainer_goes_on_from_its_own_start(tmp_path, monkeypatch, skew):
+    """From what this start has saved, not an earlier one, whatever the clock of the disk or of this machine says."""
+
+    def save(step):
+        with Checkpoints(tmp_path / "checkpoints").saving(step, None) as folder:
+            pass
+        os.utime(folder, (time.time() + skew,) * 2)
+
+    overrides = ["preset=demo", f"run.dir={tmp_path}", "trainer.resume_mode=disable"]
+    run = run_of(load_config(overrides), tmp_path, compose_config(overrides))
+    monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
+    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
+    save(20)
+    start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
+    modes = [run.complete.trainer.resume_mode]
+    for step in (None, 20):
+        if step is not None:
+            save(step)
+        run.restart_policies["trainer"].start()
+        modes.append(run.complete.trainer.resume_mode)
+    assert modes == ["disable", "disable", "auto"]
 
 
 def test_promises_config_of_a_trainer_has_its_services(tmp_path, model_path, monkeypatch):

@@ -62,15 +62,22 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
         files.trajectories.rename(files.trajectories.with_name(f"{files.trajectories.name}.{time.time():.0f}"))
 
 
-def _start_trainer(run: Run) -> Service:
+def _saved(run: Run) -> set[tuple[Path, int]]:
+    """Return the whole checkpoints, and when they were changed: on a shared disk, by another machine's clock."""
+    whole = Checkpoints(run.config.trainer.default_local_dir).whole()
+    return {(folder, folder.stat().st_mtime_ns) for folder in whole}
+
+
+def _start_trainer(run: Run, before: set[tuple[Path, int]]) -> Service:
     """Start the trainer from the newest checkpoint of this start; if it has saved none, as it is configured.
+
+    ``before``: those that were ``_saved`` when this start began.
 
     Raises:
         Preempted: the run has ended meanwhile.
     """
     run.check_preempted()
-    checkpoints = Checkpoints(run.config.trainer.default_local_dir).whole()
-    if any(folder.stat().st_mtime > run.started for folder in checkpoints):
+    if _saved(run) - before:
         run.complete.trainer.resume_mode, run.complete.trainer.resume_from_path = "auto", None
     write_atomic(run.files.config, config_yaml(run.complete))
     variables = {
@@ -123,15 +130,15 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
         "trainer.atropos.startup_timeout": float(run.config.inference.start_timeout),
         "evaluation.evaluated_file": evaluated and str(evaluated),
     }
-    run.complete = run.plan.complete(addresses)
+    run.complete, before = run.plan.complete(addresses), _saved(run)
     run.restart_policies["trainer"] = RestartPolicy(
-        partial(_start_trainer, run),
+        partial(_start_trainer, run, before),
         run.config.trainer.atropos.max_restarts,
         kind="trainer",
         key="trainer.atropos.max_restarts",
         recovers=partial(_may_restart_trainer, run),
     )
-    return _start_trainer(run)
+    return _start_trainer(run, before)
 
 
 async def first_version(run: Run, inference: Inference) -> int:
