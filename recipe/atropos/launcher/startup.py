@@ -114,7 +114,7 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     run.restart_policies["api"].recovers = lambda status: True
     seconds = await inference_healthy(run, inference)
     many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
-    console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}")
+    console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}", soft_wrap=True)
 
 
 def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path | None = None) -> Service:

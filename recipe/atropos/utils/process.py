@@ -253,8 +253,8 @@ def start_service(
     environment = {**os.environ, **(env or {}), **{name: str(number) for name, number in inherited.items()}}
     if (direct := environment.get("no_proxy") or environment.get("NO_PROXY", "")) != "*":
         # SGLang asks itself whether it is up, with its key, and agents ask the session server.
-        words = filter(None, [direct, "localhost", "127.0.0.1", url and urlsplit(url).hostname])
-        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(words))
+        hosts = [direct, "localhost", "127.0.0.1", url and urlsplit(url).hostname]
+        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, hosts)))
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
     run_id = uuid.uuid4().hex
