@@ -245,7 +245,7 @@ class RayGRPOAtroposTrainer:
         """If SIGUSR1 asked for the end, save the last trained step; this one has no batch yet. Raises Preempted."""
         if self.preempted:
             self.global_steps -= 1
-            if self.config.trainer.save_freq > 0 and self.global_steps != self._saved_step:
+            if self.global_steps != self._saved_step:  # also with save_freq=-1, else a run that is requeued begins anew
                 self._save_checkpoint()
             raise Preempted(f"SIGUSR1: ends after step {self.global_steps}; the same command continues")
 

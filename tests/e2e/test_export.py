@@ -354,6 +354,9 @@ def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsy
     assert "model not exported: " in capsys.readouterr().out and not run.model.exists()
     report_model(launched)
     assert "none is exported: see" in capsys.readouterr().out
+    config = configuration(make_model("qwen2"), "trainer.save_freq=-1")
+    export_model(saved_run(run.path, config, trained(make_model("qwen2"))))  # by a preemption, at an earlier step
+    assert not run.model.exists()
     report_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
     assert "none is exported: trainer.save_freq saves no checkpoint" in " ".join(capsys.readouterr().out.split())
 

@@ -115,9 +115,12 @@ def test_empty_batches_end_the_run_with_reasons_by_environment(trainer):
     assert "trainer.atropos.max_empty_batches=2 batches in a row had nothing to train on" in str(ended.value)
 
 
+@pytest.mark.parametrize("save_freq", [20, -1])
 @pytest.mark.parametrize("saved", [POLICY, POLICY - 1])
-def test_a_trainer_preempted_as_it_waits_saves_its_last_step(trainer, saved):
+def test_a_trainer_preempted_as_it_waits_saves_its_last_step(trainer, saved, save_freq):
+    """Also one that saves nothing else: it would train from the start, each time that it is requeued."""
     steps = []
+    trainer.config.trainer.save_freq = save_freq
     trainer.preempted, trainer._saved_step = True, saved
     trainer._save_checkpoint = lambda: steps.append(trainer.global_steps)
     trainer.data_source = SimpleNamespace(next_batch=lambda poll: poll())

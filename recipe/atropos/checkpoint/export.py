@@ -267,14 +267,15 @@ def _most_common_dtype(like: Mapping[str, torch.Tensor]) -> str:
 
 def export_last(run: RunDir) -> str | None:
     """Export the newest checkpoint, if any, to ``RUN/model``, or to ``RUN/adapter`` if it is of ``save_lora_only``;
-    return what ``export_checkpoint`` does.
+    return what ``export_checkpoint`` does. With ``save_freq=-1`` it is of an earlier step, and is not exported.
 
     Raises:
         ExportError, ShardsError, CheckpointDamaged, ConfigurationError, DiskFull: as in ``export_checkpoint``.
     """
-    if checkpoints_of(run).newest() is None:
+    config = read_config_yaml(run.config)
+    if config.trainer.save_freq <= 0 or checkpoints_of(run).newest() is None:
         return None
-    settings = read_config_yaml(run.config).actor_rollout_ref
+    settings = config.actor_rollout_ref
     adapter = bool(settings.model.lora_rank and OmegaConf.select(settings, "actor.checkpoint.save_lora_only"))
     out, trusted = run.adapter if adapter else run.model, settings.model.trust_remote_code
     return export_checkpoint(run, choose_checkpoint(run), out, adapter=adapter, trust_remote_code=trusted)

@@ -333,7 +333,7 @@ class Trainer(VerlSection):
     n_gpus_per_node: Count = about("Ranks on each; on a CPU, processes")
     device: Device = about("Of trainer and servers; auto: GPUs if there is one")
     total_training_steps: Count = about("Updates to train")
-    save_freq: int = about("Updates between checkpoints, one after the last too; 0 or less: none")
+    save_freq: int = about("Updates between checkpoints, one after the last too; 0 or less: at SIGUSR1 only")
     max_actor_ckpt_to_keep: Count | None = about("Newest checkpoints kept, beside the best; null: all")
     logger: list[Tracker] = about("Where metrics also go")
     default_local_dir: Text = about("Folder of the checkpoints")
