@@ -8,7 +8,6 @@ configuration has been checked, so that a wrong key or value is reported quickly
 
 import logging
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -103,7 +102,6 @@ def _train(config: DictConfig) -> None:
         vocab_size = model.hf_config.get_text_config().vocab_size
         trainer = RayGRPOAtroposTrainer(config=config, tokenizer=model.tokenizer, vocab_size=vocab_size)
         trainer.init_workers()
-        signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "preempted", True))
         trainer.fit()
     except Exception:
         keep_logs(RunDir(config.run.dir).logs / "ray")

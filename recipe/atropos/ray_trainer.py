@@ -7,6 +7,7 @@ the replies and post them to the Trajectory API. ``fit_step`` is the algorithm; 
 import contextlib
 import logging
 import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -126,6 +127,8 @@ class RayGRPOAtroposTrainer:
             self.checkpoint_manager.update_weights(done)
             self.data_source = stack.enter_context(self._register(done))
             self.progress_bar = stack.enter_context(tqdm(total=total, initial=done))
+            # From now on there may be something to save; before, SIGUSR1 ends this process at once.
+            signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "preempted", True))
             try:
                 for self.global_steps in range(done + 1, total + 1):
                     self.fit_step()
@@ -383,7 +386,12 @@ class RayGRPOAtroposTrainer:
     def _register(self, done: int) -> DataSource | RecordedSource:
         if replay := self.config.trainer.atropos.replay:
             return RecordedSource(replay, self.record.totals.batches)
-        return open_source(self.config, done, self.record.totals.batches, self.record.still_waiting)
+        return open_source(self.config, done, self.record.totals.batches, self._awaits_answer)
+
+    def _awaits_answer(self) -> bool:
+        """Show that the trainer waits until the API takes a message; once it is to end, that is not waited for."""
+        self.record.still_waiting()
+        return not self.preempted
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """Return the policy's logprobs of the rows' responses, (B, R) float32."""

@@ -1,5 +1,8 @@
 """Steps of the trainer and its record, without ranks: what is dropped, compared, sent to the ranks and restored."""
 
+import contextlib
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from helpers.runs import metrics_line, write_lines
 from helpers.trainer import compose_config
-from recipe.atropos import fsdp_workers
+from recipe.atropos import fsdp_workers, ray_trainer
 from recipe.atropos.algorithm.advantages import RunningMoments
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
@@ -127,6 +130,31 @@ def test_a_trainer_preempted_as_it_waits_saves_its_last_step(trainer, saved, sav
     with pytest.raises(Preempted, match=f"ends after step {POLICY};"):
         trainer._next_batch()
     assert steps == [POLICY][saved == POLICY :] and trainer.record.totals.batches == 0
+
+
+def test_a_trainer_is_preempted_at_once_until_its_first_push(trainer, monkeypatch):
+    """Servers may load for longer than SLURM waits, and there is nothing to save; later, it ends by itself."""
+    monkeypatch.setattr(ray_trainer, "Trackers", lambda *_: contextlib.nullcontext())
+    before, found = signal.getsignal(signal.SIGUSR1), []
+    trainer.global_steps, trainer.total_training_steps, trainer.preempted = 0, 1, False
+    trainer._load_checkpoint = lambda: None
+    trainer._register = lambda _: contextlib.nullcontext()
+    trainer.checkpoint_manager = SimpleNamespace(
+        update_weights=lambda _: found.append(signal.getsignal(signal.SIGUSR1)), onload_servers=lambda: None
+    )
+    trainer.fit_step = lambda: (os.kill(os.getpid(), signal.SIGUSR1), found.append(trainer.preempted))
+    try:
+        trainer.fit()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [before, True]
+
+
+def test_a_trainer_preempted_waits_for_no_answer(trainer):
+    trainer.preempted = False
+    assert trainer._awaits_answer()
+    trainer.preempted = True
+    assert not trainer._awaits_answer()
 
 
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):

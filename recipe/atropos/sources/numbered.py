@@ -118,7 +118,7 @@ class DataSource:
 
     ``after`` is the number of the last batch in the weights. ``events`` counts recovered failures: api_unreachable.
     ``fetch_seconds`` is the time spent receiving batches, in parallel to training. ``meanwhile`` is called every few
-    seconds while the API is slow to take a message.
+    seconds while the API is slow to take a message, and returns whether to wait on.
     """
 
     config: DataSourceConfig
@@ -126,7 +126,7 @@ class DataSource:
     after: int = 0
     events: Counter[str] = field(default_factory=Counter)
     fetch_seconds: float = 0.0
-    meanwhile: Callable[[], object] = lambda: None
+    meanwhile: Callable[[], bool] = lambda: True
 
     def __post_init__(self) -> None:
         self._ready: deque[NumberedBatch] = deque()
@@ -199,7 +199,8 @@ class DataSource:
             if self._error is None:
                 future = asyncio.run_coroutine_threadsafe(self._client.call("POST", path, message), self._loop)
                 while not wait([future], _MEANWHILE_SECONDS).done and self._thread.is_alive():
-                    self.meanwhile()
+                    if not self.meanwhile():
+                        return
                 future.result(0)
                 return
         except TrajectoryApiError as error:

@@ -37,7 +37,7 @@ _FIRST_POLL, _LONGEST_POLL = 0.05, 1.0  # seconds between polls while there is n
 
 
 def open_source(
-    config: Any, starting_step: int, after: int, meanwhile: Callable[[], object] = lambda: None
+    config: Any, starting_step: int, after: int, meanwhile: Callable[[], bool] = lambda: True
 ) -> DataSource:
     """Return the source for the server at ``trainer.atropos.api_url``: ours, or atroposlib's own.
 

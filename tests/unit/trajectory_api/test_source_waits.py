@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -58,7 +59,7 @@ def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(data_source, "_MEANWHILE_SECONDS", 0.1)
     shown = []
     with api_in_a_thread(tmp_path) as (service, url), source(url) as waiting:
-        waiting.meanwhile = lambda: shown.append(time.monotonic())
+        waiting.meanwhile = lambda: shown.append(time.monotonic()) or True
         waiting.commit(0)
         assert not shown
         store = service.store
@@ -74,6 +75,19 @@ def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplo
         store.connection.execute("PRAGMA max_page_count = 100000")
         thread.join(60)
         assert not thread.is_alive() and len(shown) >= 3
+
+
+def test_a_trainer_that_is_to_end_waits_for_no_api(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_source, "_MEANWHILE_SECONDS", 0.1)
+    config = DataSourceConfig("", timeout=0.5, retry_attempts=2, max_wait_time=20)
+    with contextlib.ExitStack() as api:
+        _, url = api.enter_context(api_in_a_thread(tmp_path))
+        with DataSource(replace(config, api_url=url), Registration(**REGISTRATION)) as ending:
+            api.close()
+            ending.meanwhile = lambda: False
+            begun = time.monotonic()
+            ending.commit(0)
+            assert time.monotonic() - begun < 10
 
 
 def test_the_api_knows_whether_the_trainer_waits_for_a_batch(tmp_path, monkeypatch):
