@@ -50,6 +50,7 @@ class ServerFleet:
     adapter: str | None = None
     next_adapter: str | None = None
     _errors: dict[str, str] = field(default_factory=dict)
+    _level: int = logging.INFO  # of what is missing: servers may still load until the first push
 
     def __post_init__(self) -> None:
         self.urls = [url.rstrip("/") for url in self.urls]
@@ -81,7 +82,7 @@ class ServerFleet:
         longest = min(self.timeout, longest)
         versions, errors = self._ask({url: _ANSWER_OF_ONE_OUT if url in self._errors else longest for url in self.urls})
         for url in self._errors.keys() & versions.keys():
-            logger.warning("SGLang server %s answers again, with weight version %s", url, versions[url])
+            logger.warning("SGLang server %s answers, with weight version %s", url, versions[url])
             del self._errors[url]
         self._remove(errors)
         return versions
@@ -95,7 +96,7 @@ class ServerFleet:
         limit = self.timeout if limit is None else limit
         deadline = time.monotonic() + limit
         if len(versions := self.look(min(limit, _LONGEST_ANSWER))) < least:
-            logger.error("%d SGLang servers answer, %d must: waiting %g s", len(versions), least, limit)
+            logger.log(self._level, "%d SGLang servers answer, %d must: waiting %g s", len(versions), least, limit)
         while len(versions) < least:
             if time.monotonic() > deadline:
                 who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
@@ -127,14 +128,15 @@ class ServerFleet:
         return versions, {url: str(error) for url, error in errors.items()}
 
     def _remove(self, errors: dict[str, str]) -> None:
+        message = "SGLang server %s does not answer, and gets no weights until it does: %s"
         for url in errors.keys() - self._errors.keys():
-            logger.error("SGLang server %s does not answer, and gets no weights until it does: %s", url, errors[url])
+            logger.log(self._level, message, url, errors[url])
         self._errors |= errors
         self.holding -= errors.keys()
 
     def admit(self, version: int, urls: Sequence[str]) -> None:
         """Record that exactly ``urls`` hold ``version``; tell the gateway unless it already knows."""
-        self.holding = set(urls)
+        self.holding, self._level = set(urls), logging.ERROR
         if self.gateway.serves() != (version, self.holding, self.adapter):
             self.gateway.announce(version, sorted(urls), adapter=self.adapter)
 

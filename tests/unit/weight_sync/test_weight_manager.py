@@ -188,6 +188,23 @@ def test_manager_begins_only_with_every_server(served):
     assert not served.group.pushes and manager.version is None
 
 
+def test_manager_calls_servers_that_load_no_error(served, caplog):
+    """Those that are missing later are one."""
+    caplog.set_level("INFO")
+    manager, url = manager_of(served, startup_timeout=20), served.fleet.urls[1]
+    die(served, 1)
+    threading.Timer(0.5, lambda: served.run(served.stubs[1].start())).start()
+    manager.update_weights(0)
+    assert f"{url} does not answer" in caplog.text and "1 SGLang servers answer, 2 must" in caplog.text
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    caplog.clear()
+    die(served, 1)
+    manager.ensure_current(0)
+    assert [record.message.split(",")[0] for record in caplog.records if record.levelname == "ERROR"] == [
+        f"SGLang server {url} does not answer"
+    ]
+
+
 def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):
     """Manager goes on without a server that is gone and names it."""
     manager, (first, second) = manager_of(served), served.fleet.urls
