@@ -143,7 +143,7 @@ class RayGRPOAtroposTrainer:
         self.actor.deadline = math.inf  # the wait for a batch may be longer than the step timeout
         self._end_if_preempted()
         with marked_timer("step", self.timing_raw):
-            self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
+            self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1, self._end_if_preempted)
             self._await_evaluation()
             batch = self._next_batch()
             self.actor.deadline = time.monotonic() + _STEP_SHARE * self.config.trainer.atropos.step_timeout
@@ -242,7 +242,7 @@ class RayGRPOAtroposTrainer:
         """Update servers while waiting: no batch can come if they wait for weights, or serve their initial weights."""
         self._end_if_preempted()
         self.record.still_waiting()
-        self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1)
+        self.metrics |= self.checkpoint_manager.ensure_current(self.global_steps - 1, self._end_if_preempted)
 
     def _end_if_preempted(self) -> None:
         """If SIGUSR1 asked for the end, save the last trained step; this one has no batch yet. Raises Preempted."""
@@ -338,8 +338,9 @@ class RayGRPOAtroposTrainer:
 
     @property
     def _pushes(self) -> bool:
-        """Whether this step ends with a push of its weights."""
-        return self._is_last_step or self.global_steps % self.config.trainer.atropos.weight_sync.every == 0
+        """Whether this step ends with a push of its weights; for one that SIGUSR1 makes the last, nobody samples."""
+        due = self.global_steps % self.config.trainer.atropos.weight_sync.every == 0 and not self.preempted
+        return self._is_last_step or due
 
     def _write_rollouts(self, batch: DataProto) -> None:
         """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""

@@ -150,11 +150,13 @@ def test_a_trainer_is_preempted_at_once_until_its_first_push(trainer, monkeypatc
     assert found == [before, True]
 
 
-def test_a_trainer_preempted_waits_for_no_answer(trainer):
-    trainer.preempted = False
-    assert trainer._awaits_answer()
+@pytest.mark.parametrize("last", [False, True])
+def test_a_trainer_preempted_waits_for_no_answer(trainer, last):
+    """Nor does it push the weights of its last step, unless they are to be evaluated."""
+    trainer.preempted, trainer.total_training_steps = False, POLICY + 2 - last
+    assert trainer._awaits_answer() and trainer._pushes
     trainer.preempted = True
-    assert not trainer._awaits_answer()
+    assert not trainer._awaits_answer() and trainer._pushes is last
 
 
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):

@@ -62,7 +62,7 @@ class NoServers:
         self.version = global_steps
         return {}
 
-    def ensure_current(self, global_steps: int) -> dict[str, Any]:
+    def ensure_current(self, global_steps: int, meanwhile: Callable[[], object]) -> dict[str, Any]:
         return {}
 
     def onload_servers(self) -> None:

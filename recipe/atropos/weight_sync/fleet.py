@@ -87,8 +87,10 @@ class ServerFleet:
         self._remove(errors)
         return versions
 
-    def wait_for(self, least: int, limit: float | None = None) -> dict[str, str]:
-        """Poll until ``least`` servers answer; return the weight version of each.
+    def wait_for(
+        self, least: int, limit: float | None = None, meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, str]:
+        """Poll until ``least`` servers answer, and call ``meanwhile`` each time; return the weight version of each.
 
         Raises:
             ServersGone: fewer than ``least`` answer within ``limit`` seconds, by default ``timeout``.
@@ -103,6 +105,7 @@ class ServerFleet:
                 reasons = "; ".join(self._errors.values())
                 fix = "see their logs, or correct inference.urls"
                 raise ServersGone(f"{who} answered for {limit:g} s; {fix}: {reasons}")
+            meanwhile()
             time.sleep(_LOOK_SECONDS)
             versions = self.look()
         return versions

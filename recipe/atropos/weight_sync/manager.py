@@ -61,8 +61,10 @@ class WeightSyncManager:
         self.memory = memory
         self.version: int | None = None
 
-    def update_weights(self, global_steps: int) -> dict[str, float]:
+    def update_weights(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Push the actor's weights as version ``global_steps`` to every server that answers; returns metrics.
+
+        ``meanwhile`` is called every second while none answers.
 
         Raises:
             ServersGone: no server is left, or one died in each of several consecutive pushes; before the first push,
@@ -80,7 +82,7 @@ class WeightSyncManager:
         if first:
             self.fleet.wait_for(len(self.fleet.urls), self.startup_timeout)
         for _ in range(attempts):
-            targets = sorted(self.fleet.wait_for(1))
+            targets = sorted(self.fleet.wait_for(1, meanwhile=meanwhile))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
             metrics = self._push(global_steps, targets)
             if metrics is not None:
@@ -90,7 +92,7 @@ class WeightSyncManager:
             f"a server died in each of {attempts} pushes of version {global_steps}: see the servers' logs"
         )
 
-    def ensure_current(self, global_steps: int) -> dict[str, float]:
+    def ensure_current(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
         Called before each step and while it waits for its batch. Returns metrics; raises as ``update_weights``.
@@ -103,7 +105,8 @@ class WeightSyncManager:
         others = sorted(versions.keys() - set(current))
         self.fleet.next_adapter = self.fleet.adapter
         if not versions or (others and global_steps != self.version):
-            return self.update_weights(global_steps)  # the active weights are no longer the actor's: all get its own
+            # The active weights are no longer the actor's: all get its own.
+            return self.update_weights(global_steps, meanwhile)
         if others and (metrics := self._push(global_steps, others)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.gateway import KEY, gateway
 from helpers.trainer import compose_config
+from recipe.atropos.errors import Preempted
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.weight_sync import fleet as fleet_module
@@ -261,6 +262,21 @@ def test_manager_without_any_server_ends_with_what_each_said(served):
         manager.ensure_current(1)
     assert all(url in str(error.value) for url in served.fleet.urls) and manager.version == 1
     assert served.gateway.serves()[:2] == (1, set())
+
+
+def test_manager_waits_no_longer_than_a_trainer_can(served):
+    """One that is preempted raises."""
+    manager = manager_of(served)
+    manager.update_weights(1)
+    served.fleet.timeout = 50
+    for number in range(2):
+        die(served, number)
+
+    def end():
+        raise Preempted("SIGUSR1")
+
+    with pytest.raises(Preempted):
+        manager.ensure_current(1, end)
 
 
 def test_manager_gives_servers_their_memory_back_before_a_push(served, monkeypatch):
