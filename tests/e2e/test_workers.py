@@ -228,6 +228,28 @@ def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster):
     remove_placement_group(group)
 
 
+def test_placement_of_rank_0_away_from_local_servers_is_refused(cluster, monkeypatch):
+    """It pushes to them; refused before the model is loaded."""
+    from recipe.atropos.workers import actor
+
+    pool = actor.DevicePool([1], "alone", timeout=60.0, grows=False)
+    local, other = ["http://10.0.0.1:30000", "http://127.0.0.1:30001"], ["http://10.0.0.1:30000"]
+    pool.check_reach(local)
+    node = ray.util.get_node_ip_address()
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    pool.check_reach(other)
+    told = f"http://127.0.0.1:30001: the trainer's rank 0, .* is on node {node} .*: set inference.host=10.0.0.1"
+    with pytest.raises(ConfigurationError, match=told):
+        pool.check_reach(local)
+    config = compose_config(
+        "actor_rollout_ref.model.path=none", "inference.urls=[http://localhost:1]", "trainer.n_gpus_per_node=1"
+    )
+    with pytest.raises(ConfigurationError, match="http://localhost:1: the trainer's rank 0"):
+        actor.ActorGroup(config, None)
+    for group in pool.pgs:
+        remove_placement_group(group)
+
+
 def test_loss_of_a_rank_is_told_instead_of_what_its_peers_report():
     """It decides whether the trainer is started again."""
 

@@ -12,20 +12,28 @@ import tempfile
 import time
 import uuid
 from collections import ChainMap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 import torch
 from omegaconf import DictConfig
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.private_process import is_loopback
 from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_name
@@ -83,12 +91,23 @@ class DevicePool(RayResourcePool):
             "give nodes more CPUs (ray_kwargs.ray_init.num_cpus, if Ray is started here)"
         )
 
+    def check_reach(self, urls: Sequence[str]) -> None:
+        """Raise ConfigurationError if a server is at this machine's loopback, and rank 0 pushes from another one."""
+        own, number = ray.util.get_node_ip_address(), placement_group_table(self.pgs[0])["bundles_to_node_id"][0]
+        [node] = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == number]
+        local = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
+        if local and node != own:
+            raise ConfigurationError(
+                f"{local[0]}: the trainer's rank 0, which pushes the weights, is on node {node} and does not reach "
+                f"this machine there: set inference.host={own} (in inference.urls, give that address)"
+            )
+
 
 class ActorGroup(LimitedWorkerGroup):
     """The ranks that ``config`` requests, with the model loaded; ``distillation`` configures the loss.
 
     Raises:
-        ConfigurationError: Ray lacks the resources for them.
+        ConfigurationError: Ray lacks the resources for them, or rank 0 cannot reach the servers.
         RankTimeout: the model was not loaded in time.
     """
 
@@ -108,6 +127,7 @@ class ActorGroup(LimitedWorkerGroup):
             timeout=trainer.ray_wait_register_center_timeout,
             grows=joins_cluster(config.ray_kwargs.ray_init),
         )
+        self.pool.check_reach(config.inference.urls)
         super().__init__(
             self.pool,
             RayClassWithInitArgs(
