@@ -339,8 +339,9 @@ class RayGRPOAtroposTrainer:
     @property
     def _pushes(self) -> bool:
         """Whether this step ends with a push of its weights; for one that SIGUSR1 makes the last, nobody samples."""
-        due = self.global_steps % self.config.trainer.atropos.weight_sync.every == 0 and not self.preempted
-        return self._is_last_step or due
+        return self._is_last_step or not (
+            self.preempted or self.global_steps % self.config.trainer.atropos.weight_sync.every
+        )
 
     def _write_rollouts(self, batch: DataProto) -> None:
         """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""
@@ -387,12 +388,10 @@ class RayGRPOAtroposTrainer:
     def _register(self, done: int) -> DataSource | RecordedSource:
         if replay := self.config.trainer.atropos.replay:
             return RecordedSource(replay, self.record.totals.batches)
-        return open_source(self.config, done, self.record.totals.batches, self._awaits_answer)
-
-    def _awaits_answer(self) -> bool:
-        """Show that the trainer waits until the API takes a message; once it is to end, that is not waited for."""
-        self.record.still_waiting()
-        return not self.preempted
+        # A wait until the API takes a message shows; a trainer that is to end does not wait.
+        return open_source(
+            self.config, done, self.record.totals.batches, lambda: self.record.still_waiting() or not self.preempted
+        )
 
     def _log_probs_of(self, rows: list[Row]) -> torch.Tensor:
         """Return the policy's logprobs of the rows' responses, (B, R) float32."""

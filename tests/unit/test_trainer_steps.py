@@ -151,12 +151,14 @@ def test_a_trainer_is_preempted_at_once_until_its_first_push(trainer, monkeypatc
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_trainer_preempted_waits_for_no_answer(trainer, last):
+def test_a_trainer_preempted_waits_for_no_answer(trainer, last, monkeypatch):
     """Nor does it push the weights of its last step, unless they are to be evaluated."""
+    monkeypatch.setattr(ray_trainer, "open_source", lambda *arguments: arguments[-1])
+    waits = trainer._register(0)
     trainer.preempted, trainer.total_training_steps = False, POLICY + 2 - last
-    assert trainer._awaits_answer() and trainer._pushes
+    assert waits() and trainer._pushes
     trainer.preempted = True
-    assert not trainer._awaits_answer() and trainer._pushes is last
+    assert not waits() and trainer._pushes is last
 
 
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):

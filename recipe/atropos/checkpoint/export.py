@@ -275,9 +275,9 @@ def export_last(run: RunDir) -> str | None:
     config = read_config_yaml(run.config)
     if config.trainer.save_freq <= 0 or checkpoints_of(run).newest() is None:
         return None
-    settings = config.actor_rollout_ref
-    adapter = bool(settings.model.lora_rank and OmegaConf.select(settings, "actor.checkpoint.save_lora_only"))
-    out, trusted = run.adapter if adapter else run.model, settings.model.trust_remote_code
+    model, only = config.actor_rollout_ref.model, "actor_rollout_ref.actor.checkpoint.save_lora_only"
+    adapter = bool(model.lora_rank and OmegaConf.select(config, only))
+    out, trusted = run.adapter if adapter else run.model, model.trust_remote_code
     return export_checkpoint(run, choose_checkpoint(run), out, adapter=adapter, trust_remote_code=trusted)
 
 

@@ -131,9 +131,10 @@ class ServerFleet:
         return versions, {url: str(error) for url, error in errors.items()}
 
     def _remove(self, errors: dict[str, str]) -> None:
-        message = "SGLang server %s does not answer, and gets no weights until it does: %s"
         for url in errors.keys() - self._errors.keys():
-            logger.log(self._level, message, url, errors[url])
+            logger.log(
+                self._level, "SGLang server %s does not answer, and gets no weights until it does: %s", url, errors[url]
+            )
         self._errors |= errors
         self.holding -= errors.keys()
 

@@ -95,8 +95,7 @@ class DevicePool(RayResourcePool):
         """Raise ConfigurationError if a server is at this machine's loopback, and rank 0 pushes from another one."""
         own, number = ray.util.get_node_ip_address(), placement_group_table(self.pgs[0])["bundles_to_node_id"][0]
         [node] = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == number]
-        local = [url for url in urls if is_loopback(urlsplit(url).hostname or "")]
-        if local and node != own:
+        if node != own and (local := [url for url in urls if is_loopback(urlsplit(url).hostname or "")]):
             raise ConfigurationError(
                 f"{local[0]}: the trainer's rank 0, which pushes the weights, is on node {node} and does not reach "
                 f"this machine there: set inference.host={own} (in inference.urls, give that address)"
