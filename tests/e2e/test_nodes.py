@@ -179,15 +179,22 @@ def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
     assert largest[0] > 1e-3 and largest[1] <= 1e-5, largest
 
 
-def test_nodes_that_share_no_folder_are_refused(tmp_path):
-    """By their address. Every node has the folder of checkpoints, and both of the ranks' another file system there."""
+@pytest.mark.parametrize("placement", ["ray", "launcher"])
+def test_nodes_that_share_no_folder_are_refused(tmp_path, placement):
+    """By their address. Every node has the folder of checkpoints, and both of the ranks' another file system there.
+
+    Ray places the servers on nodes that are checked before; else the ranks look before the first step.
+    """
     hidden = tmp_path / "checkpoints"
     hidden.mkdir()
     with Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}")) as cluster:
-        launched = Launched(cluster, tmp_path, "--steps", "2", f"trainer.default_local_dir={hidden}")
+        options = [f"inference.placement={placement}", f"inference.host={cluster.address(0)}"]
+        launched = Launched(cluster, tmp_path, "--steps", "2", f"trainer.default_local_dir={hidden}", *options)
         assert launched.process.wait(300) == 1
         places = "|".join(map(re.escape, (cluster.address(1), cluster.address(2))))
         message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no checkpoint"
+        if placement == "ray":
+            message = rf"node ({places}): trainer.default_local_dir={re.escape(str(hidden))}: .* mount one file system"
         assert re.search(message, launched.log.read_text().replace("\n", " ")), launched.tail(30)
 
 

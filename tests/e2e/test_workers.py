@@ -215,6 +215,16 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         assert trainer.metrics["actor/kl_loss"] > 1e-4
 
 
+@pytest.mark.parametrize(("elsewhere", "folders"), [(False, 1), (True, 2)])
+def test_cluster_check_tries_checkpoints_that_are_elsewhere(cluster, tmp_path, elsewhere, folders):
+    from recipe.atropos.launcher.cluster_check import check_nodes
+
+    options = ["actor_rollout_ref.model.path=none", f"run.dir={tmp_path}/run"]
+    saved = [f"trainer.default_local_dir={tmp_path}/saved"] if elsewhere else []
+    found = [each.problem for each in check_nodes(compose_config(*options, *saved)) if each.check == "folder"]
+    assert found == [""] * folders and (tmp_path / "saved").exists() is elsewhere
+
+
 def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster):
     """Nine of four CPUs: refused after the limit, or 10 s where no node may join."""
     from recipe.atropos.workers.actor import DevicePool

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import sglang_python
@@ -37,13 +38,16 @@ _CONNECT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU."""
+    """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU that
+    nvidia-smi shows; ``gpus``: how many Ray has there.
+    """
 
     versions: dict[str, str | None]
     files: int
     interfaces: dict[str, str]
     chosen: dict[str, str]
     gpu_memory: list[int]
+    gpus: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,16 @@ class Probe:
     def __init__(self, python: str | None):
         self._python, self._listener = python, socket.create_server((ray.util.get_node_ip_address(), 0))
 
-    def facts(self) -> Facts:
-        nics = psutil.net_if_addrs().items()
+    def facts(self, model: str) -> Facts:
+        own, nics = ray.get_runtime_context().get_node_id(), psutil.net_if_addrs().items()
         variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return Facts(
-            versions=self._versions(),
+            versions=self._versions() | {MODEL_KEY: model if os.path.isdir(model) else None},
             files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
             interfaces={each.address: name for name, addresses in nics for each in addresses},
             chosen={name: os.environ[name] for name in variables if name in os.environ},
-            gpu_memory=[int(used) for (used,) in nvidia_smi("gpu", "memory.used") if used.isdigit()],
+            gpu_memory=[int(used) if used.isdigit() else 0 for (used,) in nvidia_smi("gpu", "memory.used")],
+            gpus=sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own),
         )
 
     def _versions(self) -> dict[str, str | None]:
@@ -140,9 +145,13 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
         if node["Alive"]
     }
     try:
-        findings = [found for found in _compared(_answers(probes, "facts")) if pairs or found.check != "gpus"]
+        facts = _answers(probes, "facts", os.path.abspath(os.path.expanduser(config.actor_rollout_ref.model.path)))
+        findings = [found for found in _compared(facts) if pairs or found.check != "gpus"]
         findings += [_clock(address, probe) for address, probe in probes.items()]
-        findings += _shared(config, probes)
+        run, saved = (Path(folder).resolve() for folder in (config.run.dir, config.trainer.default_local_dir))
+        findings += _shared("run.dir", run, probes)
+        if not saved.is_relative_to(run):
+            findings += _shared("trainer.default_local_dir", saved, probes)
         if pairs and len(probes) > 1:
             ports = _answers(probes, "port")
             for address, cut in _answers(probes, "unreachable", list(ports.items())).items():
@@ -196,7 +205,9 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
         taken = [
             f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(node.gpu_memory) if used > _GPU_MEBIBYTES
         ]
-        yield Finding("gpus", address, f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else "")
+        told = f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else ""
+        unseen = f"Ray has {node.gpus:g} GPUs there, and nvidia-smi shows none: repair it, or the driver"
+        yield Finding("gpus", address, unseen if node.gpus and not node.gpu_memory else told)
 
 
 def _selects(value: str, names: Collection[str]) -> bool:
@@ -215,15 +226,13 @@ def _clock(address: str, probe: Any) -> Finding:
     return Finding("clock", address, problem if apart > _APART_SECONDS else "")
 
 
-def _shared(config: DictConfig, probes: dict[str, Any]) -> list[Finding]:
-    """Check that the run's folder is one, where files are renamed and locked, for all nodes."""
-    folder, findings = Path(config.run.dir).resolve(), []
+def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[Finding]:
+    """Check that a folder is one, where files are renamed and locked, for all nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as shared, open(Path(shared, "lock"), "w") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         for address, failed in _answers(probes, "use", shared).items():
             if not failed and not Path(shared, address).exists():
                 failed = "what it writes is not here"
-            told = f"run.dir={folder}: {failed}: mount one file system there on every node, with locks"
-            findings.append(Finding("folder", address, told if failed else ""))
-    return findings
+            told = f"{key}={folder}: {failed}: mount one file system there on every node, with locks"
+            yield Finding("folder", address, told if failed else "")

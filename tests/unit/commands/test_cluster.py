@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from recipe.atropos.commands.cluster import job
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.launcher import cluster_check
 from recipe.atropos.launcher.cluster_check import Facts, _selects
@@ -52,16 +53,32 @@ def test_cluster_check_reads_interfaces_as_nccl_does(value, selects):
     [
         ({"recipe (commit)": "1", "SGLang's sglang": "2"}, ""),
         ({"SGLang's sglang": "2"}, ""),  # without git there
+        ({"SGLang's sglang": "2", MODEL_KEY: None}, f"{MODEL_KEY} None, here /m: install the same there"),
         ({"recipe (commit)": "0", "SGLang's sglang": "2"}, "recipe (commit) 0, here 1: install"),
         ({"recipe (commit)": "1", "SGLang's sglang": None}, "no interpreter with SGLang starts"),
     ],
 )
 def test_cluster_check_compares_what_is_known_of_both(monkeypatch, versions, problem):
     monkeypatch.setattr(cluster_check, "_head", lambda: "10.0.0.1")
-    own = {"recipe (commit)": "1", "SGLang's sglang": "2"}
+    own = {"recipe (commit)": "1", "SGLang's sglang": "2"} | ({MODEL_KEY: "/m"} if MODEL_KEY in versions else {})
     facts = {"10.0.0.1": Facts(own, 4096, {}, {}, []), "10.0.0.2": Facts(versions, 4096, {}, {}, [])}
     [found] = [each for each in cluster_check._compared(facts) if (each.check, each.node) == ("versions", "10.0.0.2")]
     assert problem in found.problem and bool(found.problem) == bool(problem)
+
+
+def test_cluster_check_knows_no_gpu_that_is_not_shown(monkeypatch):
+    """One of Ray's is not free because nobody can tell; one that tells no memory (MIG) is shown."""
+    monkeypatch.setattr(cluster_check, "_head", lambda: "head")
+    versions = {"SGLang's sglang": "2"}
+    nodes = {"head": Facts(versions, 4096, {}, {}, [], 0), "silent": Facts(versions, 4096, {}, {}, [], 8)}
+    nodes |= {"idle": Facts(versions, 4096, {}, {}, [0], 8), "busy": Facts(versions, 4096, {}, {}, [0, 2000], 8)}
+    found = {each.node: each.problem for each in cluster_check._compared(nodes) if each.check == "gpus"}
+    assert found == {
+        "head": "",
+        "idle": "",
+        "busy": "GPU 1 has 2000 MiB in use: end what uses it (nvidia-smi)",
+        "silent": "Ray has 8 GPUs there, and nvidia-smi shows none: repair it, or the driver",
+    }
 
 
 def test_cluster_program_needs_the_launchers_folder(tmp_path):
