@@ -150,12 +150,13 @@ class PlacedService(Service):
 
 @dataclass
 class _Seat:
-    """Where a service runs: a bundle, the actor there and, while a start waits for it, its address."""
+    """Where a service runs: a bundle, the actor there, its latest address and, while that is asked for, its answer."""
 
     group: PlacementGroup
     bundle: int
     resources: dict[str, float]
-    address: Any = None
+    address: tuple[str, int] = ("", 0)
+    answer: Any = None
     asked: float = 0.0
     lost: str = ""
 
@@ -209,15 +210,15 @@ class Cluster:
             ConfigurationError: it has waited longer than ``inference.start_timeout``.
         """
         seat = self._seats[name]
-        if seat.address is None:
-            seat.address, seat.asked = seat.host.address.remote(), time.monotonic()
-        if ray.wait([seat.address], timeout=0)[0]:
+        if seat.answer is None:
+            seat.answer, seat.asked = seat.host.address.remote(), time.monotonic()
+        if ray.wait([seat.answer], timeout=0)[0]:
             try:
-                ray.get(seat.address)
+                seat.address, seat.answer = ray.get(seat.answer), None  # asked anew where the start is delayed
             except RayError as error:
                 seat.lost = str(error)
                 seat.place()
-                seat.address = seat.host.address.remote()
+                seat.answer = seat.host.address.remote()
             else:
                 return ""
         if time.monotonic() > seat.asked + self._timeout:
@@ -237,9 +238,7 @@ class Cluster:
         Raises:
             ConfigurationError: other nodes cannot reach that address.
         """
-        seat = self._seats[name]
-        address, port = ray.get(seat.address)
-        seat.address = None
+        address, port = self._seats[name].address
         if ipaddress.ip_address(address).is_loopback and len(ray.nodes()) > 1:
             raise ConfigurationError(
                 f"Ray knows the node of {name} as {address}, where no other node reaches it: start Ray there with "
@@ -260,7 +259,6 @@ class Cluster:
             LaunchError: there is no such program.
         """
         seat, env = self._seats[name], {"PYTHONUNBUFFERED": "1", **env}
-        seat.address = None
         call = seat.host.start_program.remote(name, command, os.getcwd(), env)
         pid = _answer(call, f"the node starts {name}", _CALL_SECONDS)
         return PlacedService(name, pid or 0, log_path, host=seat.host)
