@@ -1,14 +1,19 @@
 """The jobs that ``cluster`` prints; ``tests/e2e/test_nodes.py`` runs the one for SLURM, and the checks."""
 
+import os
 import shlex
+import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from helpers.waiting import until
 from recipe.atropos.commands.cluster import job
 from recipe.atropos.config.models import MODEL_KEY
-from recipe.atropos.errors import LaunchError
+from recipe.atropos.errors import RECOVERABLE, LaunchError
 from recipe.atropos.launcher import cluster_check
 from recipe.atropos.launcher.cluster_check import Facts, _selects
 from recipe.atropos.launcher.on_ray import Host
@@ -30,6 +35,28 @@ def test_cluster_jobs_train_with_the_options_on_all_nodes(kind):
         script, nodes = text, int(text.split("#SBATCH --nodes=")[1].split()[0])
     assert nodes == 3 and "--nodes 3 --wait 600" in script and shlex.join(OPTIONS) in script
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+SLURM = {
+    "srun": "trap 'kill $!' TERM\nsleep 100 & wait",
+    "scontrol": """case $1 in show) echo here ;; requeue) echo "$2" >> requeued ;; esac""",
+    "ray": "",
+    "python": "case $1 in -c) echo 127.0.0.1 ;; *) touch checked; exec sleep 20 ;; esac",
+}
+
+
+def test_cluster_job_for_slurm_is_requeued_before_its_run(tmp_path):
+    """SIGUSR1 as it waits for its nodes, which may take longer than the 180 s that SLURM leaves."""
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    text = job("sbatch", 2, OPTIONS).replace(f"python={shlex.quote(sys.executable)}", f"python={tmp_path}/python")
+    text = text.replace(f"cd {shlex.quote(str(Path.cwd()))}", f"cd {tmp_path}")
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", "-c", text], env=os.environ | variables)
+    until((tmp_path / "checked").exists, 20)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(10) == RECOVERABLE and (tmp_path / "requeued").read_text() == "7\n"
 
 
 @pytest.mark.parametrize(
