@@ -76,6 +76,7 @@ class Host:
         return self._service.pid
 
     def _begin(self, name: str) -> tuple[Path, dict[str, str]]:
+        self.stop(0.0)  # one that lives, and was taken for lost as its node did not answer for a while
         self._scratch, self._read = Scratch.create(), 0
         return self._scratch.folder / f"{name}.log", self._scratch.variables()
 

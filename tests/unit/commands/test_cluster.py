@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -111,6 +112,16 @@ def test_cluster_check_knows_no_gpu_that_is_not_shown(monkeypatch):
 def test_cluster_program_needs_the_launchers_folder(tmp_path):
     with pytest.raises(LaunchError, match=r"env: \S+, where the launcher runs, is no folder of node"):
         Host().start_program("env", ["true"], str(tmp_path / "none"), {})
+
+
+def test_cluster_program_ends_before_it_starts_again(tmp_path):
+    """One that the launcher took for lost, as its node did not answer for a while: it would hold port and GPUs."""
+    host, marks = Host(), []
+    for _ in range(2):
+        pid = host.start_program("env", [sys.executable, "-c", "import time; time.sleep(100)"], str(tmp_path), {})
+        marks.append((psutil.Process(pid), host._scratch.folder))
+    host.stop(1.0)
+    assert not any(process.is_running() or folder.exists() for process, folder in marks)
 
 
 def test_cluster_check_of_no_cluster_is_refused(monkeypatch, capsys):
