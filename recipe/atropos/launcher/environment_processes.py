@@ -44,7 +44,7 @@ from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.machine import run_program
-from recipe.atropos.utils.process import Service, ServiceFailed, run_command, unstopped
+from recipe.atropos.utils.process import Service, ServiceFailed, run_command, stop_all, unstopped
 from recipe.atropos.utils.scratch import current
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
 
@@ -366,7 +366,11 @@ class Environments:
         """
         running = [state.service for state in self._states if state.service in self._run.services.values()]
         attempt_all(
-            [*(partial(self._run.end, service) for service in running), *(state.read for state in self._states)]
+            [
+                partial(stop_all, running),
+                *(partial(self._run.end, service) for service in running),
+                *(state.read for state in self._states),
+            ]
         )
 
     def summary(self) -> dict[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from recipe.atropos.terminal.progress import console
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
-from recipe.atropos.utils.process import LocalService, Service, start_service, start_time
+from recipe.atropos.utils.process import LocalService, Service, start_service, start_time, stop_all
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
 from recipe.atropos.utils.sockets import SOCKET_VARIABLE, listening
@@ -157,7 +158,7 @@ class Run:
         return TrajectoryApiClient(url, self.api_key, retry_timeout=0, timeout=_API_SECONDS)
 
     def stop(self) -> None:
-        """Stop all services, the last started first, and remove the run's temporary files.
+        """Stop all services, the last started first, its servers at once, and remove the run's temporary files.
 
         Raises:
             ServiceFailed, DiskFull: the first failure, once the rest is done.
@@ -165,7 +166,9 @@ class Run:
         with contextlib.suppress(OSError):  # including DiskFull: written again below
             self._write_listing(ending=True)
         try:
-            attempt_all([*(service.stop for service in reversed(self.services.values())), self._write_listing])
+            servers = [service for service in self.services.values() if service.name.startswith("sglang")]
+            others = (each.stop for each in reversed(self.services.values()) if not each.name.startswith("sglang"))
+            attempt_all([*others, partial(stop_all, servers), self._write_listing])
         finally:
             for reserved in self.reserved.values():
                 reserved.close()

@@ -26,13 +26,14 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, attempt_all
 from recipe.atropos.utils.files import printable
 from recipe.atropos.utils.scratch import Scratch
 
@@ -222,6 +223,16 @@ class LocalService(Service):
             raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
         self.control.close()
         unstopped[:] = [service for service in unstopped if service is not self]
+
+
+def stop_all(services: Collection[Service]) -> None:
+    """Stop services at once: an SGLang server takes 5 s and more, and a run that is preempted has 180 s for all.
+
+    Raises:
+        ServiceFailed, DiskFull: the first failure, once all have been tried.
+    """
+    with ThreadPoolExecutor(1 + len(services)) as pool:
+        attempt_all([stopped.result for stopped in [pool.submit(service.stop) for service in services]])
 
 
 unstopped: list[LocalService] = []

@@ -12,7 +12,6 @@ import tempfile
 import time
 import uuid
 from collections import ChainMap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -91,7 +90,7 @@ class DevicePool(RayResourcePool):
             "give nodes more CPUs (ray_kwargs.ray_init.num_cpus, if Ray is started here)"
         )
 
-    def check_reach(self, urls: Sequence[str]) -> None:
+    def check_reach(self, urls: list[str]) -> None:
         """Raise ConfigurationError if a server is at this machine's loopback, and rank 0 pushes from another one."""
         own, number = ray.util.get_node_ip_address(), placement_group_table(self.pgs[0])["bundles_to_node_id"][0]
         [node] = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == number]

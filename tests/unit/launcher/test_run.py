@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from helpers.disk import fill
 from helpers.runs import run_of
 from helpers.trainer import compose_config
+from helpers.waiting import until
 from recipe.atropos.errors import Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
@@ -364,6 +365,19 @@ def test_run_that_is_preempted_fails_as_its_trainer_does(run, ending, error):
     run.preempt()
     with pytest.raises(error):
         run.check()
+
+
+def test_run_ends_its_servers_at_once_and_after_all_others(run, tmp_path):
+    """Each takes seconds, and a preempted run has 180 s for all of them."""
+    slow = f"trap 'sleep 2; date +%s.%N > {tmp_path}/$NAME; exit' TERM; echo begun; while :; do sleep 0.1; done"
+    for name in ("sglang-0", "sglang-1", "sglang-2", "sglang-3", "trainer"):
+        service = run.start(name, ["bash", "-c", slow], NAME=name)
+        until(lambda log=service.log_path: "begun" in log.read_text(), 20)
+    begun = time.monotonic()
+    run.stop()
+    assert 4 < time.monotonic() - begun < 8, "the servers' 2 s after the trainer's"
+    ended = {path.name: float(path.read_text()) for path in tmp_path.iterdir() if path.name in run.services}
+    assert len(ended) == 5 and min(ended, key=ended.get) == "trainer"
 
 
 def test_run_that_is_preempted_before_its_services_can_go_on():
