@@ -71,6 +71,19 @@ def test_blocks_sent_back_are_the_message(name, dump, streamed):
     assert found.get("reasoning_content") == reply.reasoning
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_thinking_is_signed_as_clients_send_it_back(streamed):
+    """pydantic-ai sends a thinking without a signature back as a text of the user's."""
+    client, handle = anthropic_client(anthropic, REPLIES["calls"])
+    if not streamed:
+        assert client.messages.create(**ASK).content[0].signature == "a1b2"
+        return
+    events = list(client.messages.create(**ASK, stream=True))
+    kinds = [one.delta.type for one in events if one.type == "content_block_delta"]
+    assert kinds == ["thinking_delta", "signature_delta", "text_delta", "input_json_delta", "input_json_delta"]
+    assert (events[1].content_block.signature, events[3].delta.signature) == ("", "a1b2")
+
+
 def test_errors_raise_in_anthropics_client():
     client, _ = anthropic_client(anthropic, REPLIES["text"])
     with pytest.raises(sdk.BadRequestError, match="tool_choice"):

@@ -118,8 +118,8 @@ def _turn(turn: dict[str, Any], where: str) -> Iterator[Message]:
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     """Return a ``Message`` with the exact tokens."""
     content: list[dict[str, Any]] = []
-    if reply.reasoning is not None:
-        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.reasoning is not None:  # signed, since clients send what is not as a text, if at all
+        content.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.id})
     if reply.content or not reply.calls:
         content.append({"type": "text", "text": reply.content})
     for call in reply.calls:
@@ -157,12 +157,13 @@ def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
     yield one("message_start", message=begun)
     arguments = [call.arguments for call in reply.calls]
     for index, block in enumerate(whole["content"]):
-        key = "input" if block["type"] == "tool_use" else block["type"]
-        empty, delta = "", {"type": f"{key}_delta", key: block[key]}
-        if key == "input":
-            empty, delta = {}, {"type": "input_json_delta", "partial_json": arguments.pop(0)}
-        yield one("content_block_start", index=index, content_block={**block, key: empty})
-        yield one("content_block_delta", index=index, delta=delta)
+        keys = [key for key in ("text", "thinking", "signature") if key in block]
+        empty, deltas = dict.fromkeys(keys, ""), [{"type": f"{key}_delta", key: block[key]} for key in keys]
+        if block["type"] == "tool_use":
+            empty, deltas = {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments.pop(0)}]
+        yield one("content_block_start", index=index, content_block={**block, **empty})
+        for delta in deltas:
+            yield one("content_block_delta", index=index, delta=delta)
         yield one("content_block_stop", index=index)
     yield one("message_delta", delta=end, usage=whole["usage"], **exact)
     yield one("message_stop")
