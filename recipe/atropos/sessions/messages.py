@@ -157,7 +157,7 @@ def expect(value: Any, kind: Any, where: str) -> Any:
         RequestError: it is not; names ``where`` in the request it was found.
     """
     try:
-        return msgspec.convert(value, kind)
+        return value if type(value) is kind else msgspec.convert(value, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise RequestError(f"{where} is {value!r:.80}: {error}") from error
 
