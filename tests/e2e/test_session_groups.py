@@ -106,6 +106,29 @@ def test_session_groups_take_a_reward_after_a_limit(sessions, api):
     assert api.get("/diagnose")["counts"].get("released/no_group", 0) == 0
 
 
+def test_session_groups_wait_for_a_repetition_at_its_limit(sessions, api):
+    """Its program has all its turns, and still finds out its reward; one that fails there gives back the ticket."""
+    first, second = opened(sessions, limits={"turns": 1}, size=2)
+    ended(sessions, first, reward=0.0)
+    again = ended(sessions, second, end="crashed")["again"]
+    ended(sessions, again, reward=1.0, turn_values=[0.0] * 7)  # is refused
+    time.sleep(2.5)
+    assert ended(sessions, again, ask=False, reward=1.0)["reward"] == 1.0
+    until(lambda: not sessions.server._groups._groups)
+    assert not {name for name in api.get("/diagnose")["counts"] if name.startswith("released/")}
+    [session] = opened(sessions, limits={"turns": 1}, size=1)
+    for _ in range(2):
+        client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
+        for content in ("sum", "again"):
+            with contextlib.suppress(openai.PermissionDeniedError):
+                client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+        answer = ended(sessions, session, ask=False, end="crashed")
+        assert answer["end"] == "turns"
+        session = answer.get("again")
+    until(lambda: not sessions.server._groups._groups)
+    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+
+
 def test_session_groups_say_again_what_repeats_a_session(sessions, api):
     """The answer to the end may be lost."""
     [first] = opened(sessions, size=1)

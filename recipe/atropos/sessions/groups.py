@@ -176,10 +176,10 @@ class Groups:
 
     async def _look(self, group: Group) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]
-        for session in sessions:
+        for session in filter(lambda session: session.is_late, sessions):
             with contextlib.suppress(RequestError):
                 session.check()
-        if all(session.state.end and self.ended(session) is None for session in sessions):
+        if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
             await self._post(group, sessions)
 
     async def _post(self, group: Group, sessions: list[Session]) -> None:

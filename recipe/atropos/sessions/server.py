@@ -67,7 +67,6 @@ class Ended(Strict):
     reward: float | None = None
     metrics: dict[str, float] = {}
     turn_values: list[float] | None = None
-    finished: bool = True
     end: str | None = None
 
 
@@ -191,7 +190,7 @@ class SessionServer:
         if values is not None and len(values) != turns:
             raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        result = msgspec.structs.asdict(ended) | {"end": end}
+        result = msgspec.structs.asdict(ended) | {"end": end, "finished": True}
         session.finish(**result)
         session.cancel()
         answer = msgspec.to_builtins(session.state) | session.summary()

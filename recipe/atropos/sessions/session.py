@@ -75,7 +75,9 @@ class SessionRequest(SessionOptions):
 
 
 class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
-    """What is stored of a session; ``end`` is "reward", the limit that was reached, or why the program failed."""
+    """What is stored of a session; ``end`` is "reward", the limit that was reached, or why the program failed;
+    ``finished``: its program has ended, as whoever runs it says: one that reaches a limit may still give a reward.
+    """
 
     id: str
     created: float
@@ -83,7 +85,7 @@ class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
     reward: float | None = None
     metrics: dict[str, float] = {}
     turn_values: list[float] | None = None
-    finished: bool = True
+    finished: bool = False
     retries: int = 0
 
 
@@ -181,12 +183,17 @@ class Session:
                 self.finish("tokens")
             elif limits.turns is not None and len(self.tree.turns) + self._in_flight() >= limits.turns:
                 self.finish("turns")
-            elif limits.seconds is not None and time.time() - self.state.created > limits.seconds:
+            elif self.is_late:
                 self.finish("seconds")
         if (end := self.state.end) is not None:
             limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
             why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
             raise RequestError(f"the session has {why}", 403)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its seconds are over."""
+        return self.state.limits.seconds is not None and time.time() - self.state.created > self.state.limits.seconds
 
     def _in_flight(self) -> int:
         """Return the number of requests that are sampled now."""
@@ -194,10 +201,12 @@ class Session:
         return sum(exchange.task is not None and exchange.number is None for exchange in exchanges)
 
     def finish(self, end: str, **result: Any) -> None:
-        """End the session, if it has not ended; ``result``: fields of ``State``."""
+        """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""
+        fields = {"finished": bool(result) or self.state.finished}
         if self.state.end is None or (end == "reward" and self.state.reward is None):
-            self.state = msgspec.structs.replace(self.state, end=end, **result)
-            self.save()
+            fields = {"end": end, **result}
+        self.state = msgspec.structs.replace(self.state, **fields)
+        self.save()
 
     def cancel(self) -> None:
         """End the requests that are sampled: their tokens would be in no row that was read."""

@@ -60,7 +60,7 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions):
     assert sessions.call("GET", f"/sessions/{opened['id']}")[1] | {"sampled": 0, "created": 0, "id": 0} == {
         "id": 0, "env": "", "item": None, "group": None, "seq": 0, "sampling": {}, "created": 0, "end": None,
         "limits": {"turns": None, "tokens": None, "seconds": None, "context": None}, "reward": None, "metrics": {},
-        "turn_values": None, "finished": True, "turns": 3, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1,
+        "turn_values": None, "finished": False, "turns": 3, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1,
         "repeats": 0, "retries": 0, "forks": {},
     }  # fmt: skip
 
