@@ -246,11 +246,7 @@ class SessionServer:
             logger.error("a request failed", exc_info=error)  # its client may have left
 
     async def _sample(self, session: Session, asked: Asked, digest: bytes, exchange: Exchange) -> None:
-        try:
-            exchange.number = await session.sample(asked, digest, self.rendering, self._generate, self.model)
-        except BaseException:
-            session.exchanges[digest].remove(exchange)  # so that a retry asks again
-            raise
+        exchange.number = await session.sample(asked, digest, self.rendering, self._generate, self.model)
 
     async def _generate(self, ids: list[int], params: dict[str, Any]) -> tuple[SampledReply, list[dict[str, Any]]]:
         for _ in range(_ATTEMPTS):

@@ -3,7 +3,8 @@
 - A turn is stored before its reply leaves, so a server that was killed goes on with every reply that a client has seen.
 - A retry is recognized, not guessed: the client's library says so (``x-stainless-retry-count``), or the same request
   comes again after the connection of the first broke before its reply was wholly written. It gets the recorded
-  reply, or waits for the one in progress. Equal requests on two open connections are two turns.
+  reply, or waits for the one in progress; where the last failed, it is sampled. Equal requests on two open connections
+  are two turns.
 - A session ends by its reward, or by a limit; from then on requests are refused, with the reason.
 """
 
@@ -118,6 +119,11 @@ class Exchange:
     open: int = 0
     delivered: bool = False
 
+    @property
+    def failed(self) -> bool:
+        """Whether there is no reply, and none will come."""
+        return self.number is None and self.task is not None and self.task.done()
+
     async def stored(self, seconds: float | None = None) -> bool:
         """Wait until the turn is stored, ``seconds`` at most; return whether it is.
 
@@ -166,13 +172,14 @@ class Session:
             RequestError: it is new, and the session has ended; see ``check``.
         """
         known = self.exchanges.setdefault(request, [])
-        lost = [exchange for exchange in known if not (exchange.delivered or exchange.open)]
-        if found := lost or (known if retry else []):
+        failed = [exchange for exchange in known if exchange.failed]
+        lost = [exchange for exchange in known if not (exchange.delivered or exchange.open or exchange.failed)]
+        if found := lost or (known if retry and not failed else []):
             self.state = msgspec.structs.replace(self.state, retries=self.state.retries + 1)
             self.save()
             return found[-1]
         self.check()
-        known.append(Exchange())
+        known[:] = [exchange for exchange in known if exchange not in failed[:1]] + [Exchange()]
         return known[-1]
 
     def check(self) -> None:
@@ -198,7 +205,7 @@ class Session:
     def _in_flight(self) -> int:
         """Return the number of requests that are sampled now."""
         exchanges = [exchange for known in self.exchanges.values() for exchange in known]
-        return sum(exchange.task is not None and exchange.number is None for exchange in exchanges)
+        return sum(not exchange.failed and exchange.number is None for exchange in exchanges)
 
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""

@@ -255,6 +255,26 @@ def test_session_failed_requests_are_sampled_again(sessions):
     sessions.check(opened)
 
 
+def test_session_retries_of_what_failed_are_sampled(sessions):
+    """Also where an equal request was answered before, as of a program that asks several times."""
+    opened, failures, policy = sessions.open(limits={"turns": 2}), [503], sessions.policy
+
+    async def fails_once(ids, params):
+        if failures and policy.sampled:
+            raise InferenceError("http://gateway", "/generate", "no server is admitted", failures.pop())
+        return await policy(ids, params)
+
+    sessions.server._generate = fails_once
+    try:
+        client, messages = sessions.openai(opened), [{"role": "user", "content": "sum"}]
+        ids = {client.chat.completions.create(model="policy", messages=messages).id for _ in range(2)}
+    finally:
+        sessions.server._generate = policy
+    assert len(ids) == len(policy.sampled) == 2 and not failures
+    assert sessions.session(opened).summary()["retries"] == 0
+    sessions.check(opened)
+
+
 @pytest.mark.parametrize(
     ("path", "sign"), [("/v1/chat/completions", b": still sampling\n"), ("/v1/messages", b"event: ping\n")]
 )
