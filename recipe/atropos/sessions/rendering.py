@@ -147,12 +147,12 @@ class Rendering:
         """Return what a reply says. A call that cannot be read stays in the content as it was written."""
         try:
             found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
-        except RecursionError:  # JSON that a policy nests without end
+        except (RecursionError, ValueError):  # JSON that a policy nests without end, a number of thousands of digits
             return self.text(tokens), None, []
         calls, content = [], found.content or ""
         for call in found.tool_calls:
             arguments = read_object(call.arguments)
-            if call.name and arguments is not None and call.status in _READ:
+            if call.name and isinstance(call.name, str) and arguments is not None and call.status in _READ:
                 calls.append((call.name, msgspec.json.encode(arguments).decode()))
             else:
                 content += call.raw

@@ -376,11 +376,15 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
         ('{"a": %s}' % ("[" * 300 + "]" * 300), True),
         ('{"a": "\\ud83d"}', False),
         ('{"a": %s' % ("[" * 3000), False),
+        ('{"a": %s}' % ("1" * 5000), False),
+        ('{}, "name": 5', False),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_session_replies_with_odd_calls_are_answered(sessions, arguments, read, stream):
-    """Large numbers, deep lists, half of a surrogate pair, lists without an end; also where they are sent again."""
+    """Large numbers, deep lists, half of a surrogate pair, lists without an end, more digits than Python reads, a name
+    that is no text; also where they are sent again.
+    """
     call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
     tools = {"chat/completions": [{"type": "function", "function": {"name": "add"}}], "messages": [{"name": "add"}]}
     for path, given in tools.items():
