@@ -23,13 +23,14 @@ import asyncio
 import inspect
 import json
 import logging
+import math
 import os
 import pkgutil
 import shlex
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,7 @@ def read_reward(result: Any) -> dict[str, Any]:
     found = json.loads(result) if isinstance(result, str) and _holds_reward(result) else result
     fields = found if isinstance(found, dict) else {"reward": found}
     if not _is_finite(fields.get("reward")):
+        logger.warning("the reward is %.80r; give a finite number, or a mapping with it", fields.get("reward"))
         raise SessionFailed("no_reward")
     given = fields.get("metrics")
     given = given if isinstance(given, dict) else {}
@@ -255,7 +257,10 @@ def read_reward(result: Any) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)  # NumPy's are Real too
+    except OverflowError:
+        return False
 
 
 def _holds_reward(line: str) -> bool:

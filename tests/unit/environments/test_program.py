@@ -5,6 +5,7 @@ import json
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
@@ -114,6 +115,8 @@ def test_program_command_is_found_through_path(tmp_path, monkeypatch):
         ({"reward": 1, "metrics": {"a": "x", "b": None, "c": float("nan"), "d": 2, "e": 10**400}}, (1.0, {"d": 2.0})),
         ('{"reward": 0.5, "metrics": ["a"], "turn_values": [0.5]}', (0.5, {}, [0.5])),
         ("2", (2.0, {})),
+        (np.float32(0.5), (0.5, {})),
+        ({"reward": np.int64(1), "metrics": {"a": np.float32(2)}}, (1.0, {"a": 2.0})),
     ],
 )
 def test_program_metrics_that_are_no_numbers_are_left_out(result, expected):
@@ -121,10 +124,11 @@ def test_program_metrics_that_are_no_numbers_are_left_out(result, expected):
     assert read_reward(result) == {"reward": reward, "metrics": metrics, "turn_values": (values or [None])[0]}
 
 
-@pytest.mark.parametrize("result", [None, "true", "NaN", 10**400, {"metrics": {}}, "[1]", float("inf")])
-def test_program_rewards_are_finite_numbers(result):
+@pytest.mark.parametrize("result", [None, "true", "NaN", 10**400, {"metrics": {}}, "[1]", np.float32("inf")])
+def test_program_rewards_are_finite_numbers(result, caplog):
     with pytest.raises(SessionFailed, match="no_reward"):
         read_reward(result)
+    assert "give a finite number" in caplog.text
 
 
 @pytest.mark.parametrize("item", [{"n": 10**20}, {"text": "\ud83d"}])
