@@ -282,10 +282,13 @@ def _function(name: str, target: str) -> Callable[..., Any]:
 def _items(name: str, source: str, split: str) -> list[Item]:
     path = Path(source)
     if path.suffix == ".jsonl":
+        items, where = list[Item](), ""
         try:
-            items = [json.loads(line) for line in path.read_text().split("\n") if line.strip()]
+            for number, line in enumerate(path.read_text().split("\n"), 1):
+                where = f", line {number}"
+                items += [json.loads(line)] if line.strip() else []
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"--env.{name}={source}: {error}") from error
+            raise ConfigurationError(f"--env.{name}={source}{where}: {error}") from error
     else:
         import datasets
 

@@ -143,3 +143,10 @@ def test_program_items_may_hold_line_separators_of_unicode(tmp_path):
     path, item = tmp_path / "items.jsonl", {"text": "a\u2028b\x85c"}
     path.write_text(json.dumps(item, ensure_ascii=False) + "\n")
     assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))[0] == [item]
+
+
+def test_program_items_that_are_no_json_are_named(tmp_path):
+    path = tmp_path / "items.jsonl"
+    path.write_text("1\n\n{'a': 1}")
+    with pytest.raises(ConfigurationError, match="items.jsonl, line 3: Expecting property name"):
+        ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))
