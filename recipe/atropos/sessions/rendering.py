@@ -144,7 +144,7 @@ class Rendering:
         return None
 
     def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:
-        """Return what a reply says. A call that cannot be read stays in the content as it was written."""
+        """Return what a reply says. A call that cannot be read, or of a request without tools, stays in the content."""
         try:
             found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
         except (RecursionError, ValueError):  # JSON that a policy nests without end, a number of thousands of digits
@@ -152,7 +152,8 @@ class Rendering:
         calls, content = [], found.content or ""
         for call in found.tool_calls:
             arguments = read_object(call.arguments)
-            if call.name and isinstance(call.name, str) and arguments is not None and call.status in _READ:
+            known = tools and call.status in _READ and arguments is not None
+            if known and isinstance(call.name, str) and call.name:
                 calls.append((call.name, msgspec.json.encode(arguments).decode()))
             else:
                 content += call.raw

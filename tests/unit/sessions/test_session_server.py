@@ -69,8 +69,9 @@ def test_session_of_openai_chat_streams_what_it_answers(sessions):
     opened = sessions.open()
     client, messages = sessions.openai(opened), [{"role": "user", "content": "1 and 2"}]
     sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}"]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}]
     with client.chat.completions.stream(
-        model="policy", messages=messages, stream_options={"include_usage": True}
+        model="policy", messages=messages, tools=tools, stream_options={"include_usage": True}
     ) as stream:
         streamed = stream.get_final_completion()
     said = streamed.choices[0].message
@@ -464,6 +465,21 @@ def test_session_limit_of_tokens_holds_for_requests_at_once(sessions):
     assert sum(answer.status == 200 for answer in answers) > 1
     assert sum(len(tokens) for _, tokens, _ in sessions.policy.sampled) <= 40
     assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["end"] == "tokens"
+    sessions.check(opened)
+
+
+@pytest.mark.parametrize("choice", [{}, {"tools": [{"type": "function", "function": {"name": "add"}}]}])
+def test_session_requests_without_tools_get_no_calls(sessions, choice):
+    """A program that has none reads the content, which would be null beside a call."""
+    opened, choice = sessions.open(), choice and {**choice, "tool_choice": "none"}
+    sessions.policy.script = [f"so {CALL}", "19"]
+    client, messages = sessions.openai(opened), [{"role": "user", "content": "sum"}]
+    reply = client.chat.completions.create(model="policy", messages=messages, **choice).choices[0]
+    assert reply.finish_reason == "stop" and reply.message.tool_calls is None
+    assert reply.message.content.startswith("so ") and '"name": "add"' in reply.message.content
+    messages += [reply.message, {"role": "user", "content": "and"}]
+    client.chat.completions.create(model="policy", messages=messages, **choice)
+    assert sessions.session(opened).summary()["rows"] == 1
     sessions.check(opened)
 
 
