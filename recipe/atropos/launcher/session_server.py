@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
+from recipe.atropos.config.concurrency import request_limits
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, serves
 from recipe.atropos.utils.hosts import reachable
@@ -51,6 +52,7 @@ def session_command(run: Run, inference: Inference, api_url: str) -> list[str] |
         "tool-parser": sessions.tool_parser,
         "thinking": sessions.thinking,
         "credit": credit and json.dumps(credit),
+        "timeout": request_limits(run.config).get("timeout"),
     }
     flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
     return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]

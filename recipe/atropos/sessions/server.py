@@ -315,13 +315,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tool-parser", help="format of tool calls, where the chat template is used: qwen3, ...")
     parser.add_argument("--thinking", choices=("kept", "as_template"), default="kept")
     parser.add_argument("--credit", type=Credit.model_validate_json, help="rule for groups, as JSON; credit/group.py")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that a reply may take")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     key = os.environ[API_KEY_VARIABLE]
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
-    client = SGLangClient(options.gateway, key, own=True)
+    client = SGLangClient(options.gateway, key, options.timeout, own=True)
     api = TrajectoryApiClient(options.api, key)
     server = SessionServer(Store(options.data), rendering, client, key, options.model, api, options.credit)
     given = inherited_socket()

@@ -1,5 +1,7 @@
 """Enough is in flight for the servers: what the launcher asks environments for, and what these make of it."""
 
+from types import SimpleNamespace
+
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
@@ -11,6 +13,7 @@ from recipe.atropos.config.concurrency import groups_in_flight, request_limits
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.join_commands import join_settings
 from recipe.atropos.launcher.environment_processes import environment_command
+from recipe.atropos.launcher.session_server import session_command
 from recipe.atropos.sources.numbered import DataSourceConfig
 
 BATCH = ["actor_rollout_ref.model.path=m", "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8"]
@@ -43,6 +46,8 @@ def test_requests_have_room_and_time_for_long_answers(tmp_path):
     command = environment_command(run_of(config, tmp_path, options), spec, "serve", "http://api", "http://gateway")
     assert {f"--openai.{name}={value}" for name, value in limits.items()} <= set(command)
     assert f"--env.worker_timeout={2.0 * 3277}" in command, "half of the wait for a batch"
+    sessions = run_of(load_config([*options, "sessions.enabled=true"]), tmp_path)
+    assert "--timeout=3277" in session_command(sessions, SimpleNamespace(gateway="http://gateway"), "http://api")
     env, openai = join_settings(config, "http://api", "http://gateway")
     assert env["max_num_workers"] == 256 and limits.items() <= openai.items()
     assert DataSourceConfig.from_config(config).longest_wait == ("max_wait_time", 4 * 3277)
