@@ -12,7 +12,8 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 
 Guarantees:
 
-- A program ends, with all that it started, when its time is over or the environment ends.
+- A program ends, with all that it started, when its time is over or the environment ends. Its time in training is what
+  its item has left, if that is less: what the others of its group did is not lost with it.
 - A session without a reward (the program fails, or gives none, as when it reaches a limit) is repeated once. If it
   fails again it is left out of the group and counted, with the cause; it is never scored 0.
 - Training samples have the trainer's temperature and no truncation, whatever the program asks for; evaluation is
@@ -28,6 +29,7 @@ import os
 import pkgutil
 import shlex
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -53,6 +55,7 @@ _REPEATS = 2  # of calls at least, and in half of the turns: a session that make
 _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
 _HELD_OUT = 0.2  # of the items, if no others are given
+_SHARE = 0.9  # of an item's time; the rest is for what follows
 
 Item = Any
 
@@ -69,7 +72,9 @@ class ProgramEnvConfig(ItemsEnvConfig):
         default_factory=lambda: os.environ.get(SESSIONS_VARIABLE),
         description="The session server; by default that of $ATROPOS_SESSIONS_URL, which the launcher sets",
     )
-    time_limit: float = Field(600.0, gt=0, description="Seconds that a session may take")
+    time_limit: float = Field(
+        600.0, gt=0, description="Seconds that a session may take, and 0.9 of worker_timeout at most"
+    )
     max_turns: int | None = Field(None, ge=1, description="Replies of a session")
     max_tokens: int | None = Field(None, ge=1, description="Sampled tokens of a session")
     parallel: int | None = Field(
@@ -125,14 +130,20 @@ class ProgramEnv(ItemsEnv):
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Run a group of sessions on an item, and return their rows; None if all of them failed."""
         group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
-        tries = [self._session(item, sampling, group, seq) for seq in range(self.config.group_size)]
+        allowed = self.config.worker_timeout if self.config.worker_timeout > 0 else math.inf
+        over = time.monotonic() + _SHARE * allowed
+        tries = [self._session(item, sampling, group, seq, over) for seq in range(self.config.group_size)]
         found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
         return await self._group(found) if found else None, []
 
-    async def _session(self, item: Item, sampling: dict[str, Any], group: str, seq: int) -> dict[str, Any] | None:
-        """Return what the session server says of a session with a reward, None if it had none each time."""
+    async def _session(
+        self, item: Item, sampling: dict[str, Any], group: str, seq: int, over: float = math.inf
+    ) -> dict[str, Any] | None:
+        """Return what the session server says of a session with a reward, None if it had none each time, or by the time
+        ``over`` (of time.monotonic).
+        """
         for _ in range(_TRIES):
-            state = await self._run(item, sampling, group=group, seq=seq)
+            state = await self._run(item, sampling, over, group=group, seq=seq)
             self._count(state)
             if state["reward"] is not None and state["turns"]:
                 return state
@@ -152,18 +163,18 @@ class ProgramEnv(ItemsEnv):
         }
         self.report.counts.update({f"sessions/{name}": int(n) for name, n in happened.items() if n})
 
-    async def _run(self, item: Item, sampling: dict[str, Any], **place: Any) -> dict[str, Any]:
+    async def _run(self, item: Item, sampling: dict[str, Any], over: float, **place: Any) -> dict[str, Any]:
         """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
         config = self.config
         longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
         limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
-        limits |= {"seconds": config.time_limit}
         async with self._slots:
+            limits["seconds"] = seconds = min(config.time_limit, max(over - time.monotonic(), _POLL))
             opened = await self._sessions.open(
                 env=config.wandb_name or self.name, item=item, sampling=sampling, limits=limits, **place
             )
             try:
-                async with asyncio.timeout(config.time_limit):
+                async with asyncio.timeout(seconds):
                     if config.agent:
                         result = await _function("agent", config.agent)(item, opened.base_url, opened.api_key)
                     else:

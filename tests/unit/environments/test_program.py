@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from helpers.agents import adds
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
 from recipe.atropos.errors import ConfigurationError
@@ -78,6 +79,20 @@ def test_program_ends_also_if_its_time_is_over_at_once(tmp_path, monkeypatch):
     before = len(unstopped)
     found = counted(tmp_path, monkeypatch, {}, [], command="sleep 47", time_limit=0.005)
     assert found["failed/seconds"] == 4 and len(unstopped) == before
+
+
+async def answers_once(item, base_url, api_key):
+    """An agent whose first session alone ends."""
+    if item["session"].append(1) or len(item["session"]) > 1:
+        await asyncio.sleep(600)
+    return await adds({"turns": 1, "reward": 1.0}, base_url, api_key)
+
+
+def test_program_that_hangs_ends_before_its_item_does(tmp_path, monkeypatch):
+    """Else what the other sessions of its group did would be lost with it."""
+    item = {"session": []}
+    found = counted(tmp_path, monkeypatch, item, ["19"], agent=f"{__name__}:answers_once", worker_timeout=2.0)
+    assert found["failed/seconds"] == 2 and found["left_out"] == 1 and found["ended"] == 3
 
 
 def scores_slowly(item, output):

@@ -254,7 +254,8 @@ def _log_hint(environment: EnvironmentHistory) -> str:
 @alarm(
     "agent_does_not_end",
     means="at least half of an environment's sessions reach their time limit, and have no reward",
-    advice=f"{_SEE}; if it only takes long, raise environment.args.time_limit, or lower environment.args.parallel",
+    advice=f"{_SEE}; if it only takes long, raise environment.args.time_limit and trainer.atropos.max_wait_time, or "
+    "lower environment.args.parallel",
     chart="sessions",
     cause=95,
 )
