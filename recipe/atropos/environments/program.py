@@ -130,8 +130,7 @@ class ProgramEnv(ItemsEnv):
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Run a group of sessions on an item, and return their rows; None if all of them failed."""
         group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
-        allowed = self.config.worker_timeout if self.config.worker_timeout > 0 else math.inf
-        over = time.monotonic() + _SHARE * allowed
+        over = time.monotonic() + _SHARE * (self.config.worker_timeout if self.config.worker_timeout > 0 else math.inf)
         tries = [self._session(item, sampling, group, seq, over) for seq in range(self.config.group_size)]
         found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
         return await self._group(found) if found else None, []

@@ -204,8 +204,7 @@ class Session:
 
     def _in_flight(self) -> int:
         """Return the number of requests that are sampled now."""
-        exchanges = [exchange for known in self.exchanges.values() for exchange in known]
-        return sum(not exchange.failed and exchange.number is None for exchange in exchanges)
+        return sum(one.number is None and not one.failed for known in self.exchanges.values() for one in known)
 
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""
