@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 from atroposlib.envs.base import ScoredDataGroup
@@ -120,6 +121,10 @@ class ProgramEnv(ItemsEnv):
         await super().setup()
         if self.config.sessions_url is None:
             raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
+        host = urlsplit(self.config.sessions_url).hostname or ""
+        given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        if given != "*":  # else the clients of programs ask the proxy of the machine, if it has one
+            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), f"{given},{host}" if given else host)
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
         await self._sessions.__aenter__()
         default = 64 if self.config.agent else 4 * (os.cpu_count() or 1)

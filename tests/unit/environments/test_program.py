@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import time
 
@@ -72,6 +73,16 @@ def test_program_counts_sessions_that_fail_too(tmp_path, monkeypatch):
     found = counted(tmp_path, monkeypatch, {"turns": 2}, ["19"] * 8, max_turns=1)
     assert found.pop("sampled") >= 4
     assert found == {"failed/turns": 4, "left_out": 2, "ended": 4, "turns": 4, "with_tools": 4}
+
+
+@pytest.mark.parametrize("given", ["", "other.example"])
+def test_program_reaches_its_session_without_a_proxy(tmp_path, monkeypatch, given):
+    """That of the machine would be given the key and what is said, and cannot reach this address."""
+    for name, value in {"HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": given, "no_proxy": ""}.items():
+        monkeypatch.setenv(name, value)
+    found = counted(tmp_path, monkeypatch, {"turns": 1, "reward": 1.0}, ["19"] * 2)
+    assert found["ended"] == found["turns"] == 2
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == f"{given},127.0.0.1".lstrip(",")
 
 
 def test_program_ends_also_if_its_time_is_over_at_once(tmp_path, monkeypatch):
