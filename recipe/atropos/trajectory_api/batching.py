@@ -21,8 +21,8 @@ Guarantees:
   behind can be so by a group of every other). The present advances by the sequences added to the order; an
   environment's time advances by what it adds, divided by its share. Of those that are not ahead of the present, the one
   whose next group would end first is next. A ticket that ends without a group, or with a smaller one, is refunded.
-  Whoever returns starts at the present. So among environments that always ask, each is ahead of its share by at most
-  one group, and behind by at most one batch. The share is the allocation and the weight's part of what is not
+  Whoever returns starts at the present. So among environments that always ask, each is ahead of its present share by
+  at most one group, and behind by at most one batch. The share is the allocation and the weight's part of what is not
   allocated; so an allocation is a floor over consecutive batches, not in each.
 - **Groups without a ticket** wait in the order of their arrival, and enter the order at their environment's turn.
 - The cost of a change depends on what is in the order, some batches, and not on what waits.
@@ -103,6 +103,7 @@ class EnvironmentQueue:
     waiting: deque[Entry] = field(default_factory=deque)  # groups without a ticket that are not in the order yet
     asks: list[Ask] = field(default_factory=list)
     next_size: int = 0  # sequences of what it adds to the order next
+    latest: int = 0  # sequences of what it added last
     expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
     lost: int = 0  # sequences of its tickets that ended without a group since its last group
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))  # that its latest groups took
@@ -277,6 +278,9 @@ class Queue:
             return None
         self._now = max(self._now, min(env.time for env in wanting))
         share = self.shares()
+        for env in wanting:  # it was charged by the shares of then, and others have come or left
+            least = max(env.time, self._now - (self.batch_size or 0) / share(env))
+            env.time = min(least, self._now + env.latest / share(env))
         return min(
             (env for env in wanting if env.time <= self._now), key=lambda env: env.time + env.next_size / share(env)
         )
@@ -325,16 +329,15 @@ class Queue:
         self._end = self._after_adding(entry.size)
         self.order.append(entry)
         self._now += entry.size
-        entry.charge = entry.size / self.shares()(env)
+        env.latest, entry.charge = entry.size, entry.size / self.shares()(env)
         env.time += entry.charge
 
     def _begin_to_want(self, env: EnvironmentQueue) -> None:
         """Bring the time of an environment that wanted nothing to the present; one that has something in the queue has
-        not been away, and may have a deficit of a batch.
+        not been away.
         """
-        if not env.wants:
-            deficit = (self.batch_size or 0) / self.shares()(env) if env.begun or env.groups else 0
-            env.time = max(env.time, self._now - deficit)
+        if not (env.wants or env.begun or env.groups):
+            env.time = max(env.time, self._now)
 
     def shares(self) -> Callable[[EnvironmentQueue], float]:
         """Return a function that gives an environment's part of the batches, beside all that have or want something."""

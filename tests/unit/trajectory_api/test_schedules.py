@@ -43,6 +43,17 @@ def test_whoever_always_asks_has_its_share(tmp_path, monkeypatch, batch_size, en
         assert abs(ahead) <= batch_size + size + 1e-6
 
 
+@pytest.mark.parametrize("bound", [None, 0, 2])
+def test_shares_hold_once_an_environment_has_left(tmp_path, monkeypatch, bound):
+    """The third has none beside the first two, but for what they leave; that must cost it nothing later."""
+    leaves = Environment((4,), allocation=0.5, workers=2, seconds=(1, 6), away=(120, 1e8))
+    envs = [leaves, Environment((4,), allocation=0.5, workers=60), Environment((4,), workers=60)]
+    schedule = play(Schedule(envs, 16, bound, batches=80, seed=1), tmp_path, monkeypatch)
+    later = [schedule.groups[id].env for number in range(41, 81) for id in schedule.cut[number]]
+    assert (len(later), later.count(leaves.id)) == (160, 0)
+    assert abs(later.count(envs[2].id) - 40) <= 5, "a quarter, but for one batch and one group"
+
+
 def test_hung_items_hold_no_batch_long_where_pushes_are_rare(tmp_path, monkeypatch):
     """Each is released, also where the batches since the last push are in no weights; none while the trainer trains."""
     env = Environment((4,), seconds=(1, 1), hung=0.1)
