@@ -41,17 +41,17 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
     if message.max_staleness is not None and message.max_staleness < 0:
         raise RequestRefused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
     async with service.registering:
-        former = service.trainer
+        newest = await service.store.write(database.newest_batch)
+        former, last = service.trainer, max(service.deleted, newest)
         if message.after is None:
             _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
             base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
         else:
             base = message.after
             _check_available(service, base)
+        requeue_after = _requeue_after(service, former, message, base, last)
         service.trainer = None  # nobody is given a batch meanwhile
         try:
-            last = max(service.deleted, await service.store.write(database.newest_batch))
-            requeue_after = _requeue_after(service, former, message, base, last)
             return await _replace(
                 service, message, base, last if requeue_after is None else requeue_after, requeue_after
             )

@@ -10,7 +10,7 @@ import pytest
 from helpers.trajectory_service import batch, batches, begin, in_service, join, open_service, post, registration
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
-from recipe.atropos.trajectory_api.endpoints import RequestRefused
+from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
 from recipe.atropos.trajectory_api.service import FORGET_SECONDS
 
 
@@ -20,11 +20,29 @@ async def test_no_batch_is_cut_while_others_are_dissolved(service):
     assert [await delivery.numbered_batch(service, after, 0, None) for after in range(3)] == [1, 2, 3]
     registering = asyncio.ensure_future(delivery.register(service, registration(12, after=1)))
     await asyncio.sleep(0)
+    assert await delivery.numbered_batch(service, 3, 0, None) is None
+    while service.trainer is not None:
+        await asyncio.sleep(0)
     with pytest.raises(RequestRefused, match="no trainer"):
         await delivery.numbered_batch(service, 3, 0, None)
     await registering
     assert [await delivery.numbered_batch(service, after, 0, None) for after in (1, 2)] == [2, 3]
     assert [await batch(service, number) for number in (1, 2, 3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+async def test_a_registration_that_is_refused_ends_no_trainer(service):
+    """Of a second trainer with another batch size, while the disk is slow."""
+    await delivery.register(service, registration(8, after=0))
+    await post(service, *range(4))
+    assert await batches(service, 0) == [1]
+    await delivery.commit(service, 1)
+    registering = asyncio.ensure_future(delivery.register(service, registration(12, after=0)))
+    await asyncio.sleep(0)
+    assert await delivery.numbered_batch(service, 0, 0, 1) == 1
+    await delivery.weights_pushed(service, 1, Caller(epoch=1))
+    with pytest.raises(RequestRefused, match="batches through 1 are committed with 8"):
+        await registering
+    assert await delivery.numbered_batch(service, 1, 0, 1) == 2
 
 
 async def test_posts_amid_a_reset_are_kept_once(service):
