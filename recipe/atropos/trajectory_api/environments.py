@@ -88,8 +88,9 @@ class Environments:
 
     def add(self, registration: EnvRegistration, key: str | None = None) -> Environment:
         number = max(self.by_id, default=self._first - 1) + 1
-        same = sum(other.registration.desired_name == registration.desired_name for other in self)
-        self.by_id[number] = Environment(number, f"{registration.desired_name}_{same}", registration, key=key)
+        same = [one for one in self if one.registration.desired_name == registration.desired_name]
+        count = max((int(one.name.rpartition("_")[2]) + 1 for one in same), default=0)  # also of the forgotten
+        self.by_id[number] = Environment(number, f"{registration.desired_name}_{count}", registration, key=key)
         return self.by_id[number]
 
     def apply_share(self, environment: Environment, queue: Queue) -> None:

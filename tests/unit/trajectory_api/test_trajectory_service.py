@@ -254,10 +254,13 @@ async def test_an_environment_that_asks_again_is_registered_once(tmp_path):
 
 
 async def test_environments_that_are_long_gone_are_forgotten(tmp_path):
-    """But for those with a group or a ticket, and the last; no number is used again, and totals keep the counts."""
+    """But for those with a group or a ticket, and the last; no number or name is used again, and totals keep the
+    counts.
+    """
 
     async def check(service, numbers):
         assert [number % 1000 for number in service.environments.by_id] == numbers
+        assert [one.name for one in service.environments] == [f"env_{number}" for number in numbers]
         lines = status.environments(service)
         assert [line["number"] for line in lines if line["env_id"] is not None] == numbers
 
