@@ -48,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
                 parser.add_argument("number", type=int, help="of the batch")
             if name in ("export", "import"):
                 parser.add_argument("file", type=Path, help="of JSON lines, one batch each")
-            _COMMANDS[name](**vars(parser.parse_args(arguments[1:])))
+            with one_line_errors(OSError):  # of the files that are given
+                _COMMANDS[name](**vars(parser.parse_args(arguments[1:])))
         else:
             _serve(arguments)
 

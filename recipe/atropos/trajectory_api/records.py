@@ -90,8 +90,8 @@ def import_(data_dir: Path, file: Path) -> None:
         if database.list_batches(connection) or database.queued(connection):
             raise TrajectoryStoreError(f"data-dir={data_dir}: it has groups already; give a new folder")
         groups_so_far = batches = 0
-        connection.execute("BEGIN IMMEDIATE")
-        with open(file, "rb") as lines:
+        with named_errors(store.path), open(file, "rb") as lines:
+            connection.execute("BEGIN IMMEDIATE")
             for place, line in enumerate(lines, start=1):
                 try:
                     batch = orjson.loads(line)
@@ -109,8 +109,8 @@ def import_(data_dir: Path, file: Path) -> None:
                 database.append(connection, entries, [group.record for group in groups])
                 database.cut(connection, number, [entry.id for entry in entries])
                 batches += 1
-        database.write_run(connection, numbers=groups_so_far + 1)
-        connection.execute("COMMIT")
+            database.write_run(connection, numbers=groups_so_far + 1)
+            connection.execute("COMMIT")
     finally:
         store.close()
     print(f"{batches} batches imported into {data_dir}")

@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
 import pytest
+from orjson import dumps
 
+from helpers.disk import size_limit
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api import database, records
+from recipe.atropos.trajectory_api.__main__ import main
 from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.store import Store, TrajectoryStoreError
 
@@ -110,6 +114,22 @@ async def test_a_reset_begins_anew_and_deletes_no_record(tmp_path):
         assert (loaded.run["epoch"], loaded.entries, loaded.last_id) == (3, [], 3)
         assert await store.read(database.read_batch, 1) == [b"record 3"]
         assert [await store.read(database.read_record, id) for id in (1, 2)] == [b"record 1", b"record 2"]
+
+
+def test_files_that_cannot_be_used_are_named_in_a_line(tmp_path):
+    """Of the command line's import and export; after a disk that is full, an import may be repeated."""
+    data, exported, other = (str(tmp_path / name) for name in ("data", "exported", "other"))
+    group = {"tokens": [list(range(10_000, 30_000))], "masks": [list(range(10_000, 30_000))], "scores": [1.0]}
+    Path(exported).write_bytes(b"".join(b'{"number":%d,"batch":[%b]}\n' % (n, dumps(group)) for n in range(1, 20)))
+    with pytest.raises(SystemExit, match="error: .*no-file"):
+        main(["import", data, str(tmp_path / "no-file")])
+    with size_limit(600_000), pytest.raises(SystemExit, match="error: .*trajectories.db: disk I/O error"):
+        main(["import", data, exported])
+    main(["import", data, exported])
+    with pytest.raises(SystemExit, match=f"error: .*{tmp_path}"):
+        main(["export", data, str(tmp_path)])
+    main(["export", data, other])
+    assert len(Path(other).read_bytes().splitlines()) == 19
 
 
 async def test_a_folder_is_used_by_one_server(tmp_path):
