@@ -49,7 +49,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
         else:
             base = message.after
             _check_available(service, base)
-        requeue_after = _requeue_after(service, former, message, base, last)
+        requeue_after = _requeue_after(service, message, base, last)
         service.trainer = None  # nobody is given a batch meanwhile
         try:
             return await _replace(
@@ -59,15 +59,16 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
             service.trainer = service.trainer or former
 
 
-def _requeue_after(service: Service, former: Trainer | None, message: Registration, base: int, last: int) -> int | None:
+def _requeue_after(service: Service, message: Registration, base: int, last: int) -> int | None:
     """Return the number of the batch after which all are queued again, for another batch size; None if none is."""
-    if former is None or former.registration.batch_size == message.batch_size or base >= last:
+    size = service.queue.batch_size
+    if size is None or (size == message.batch_size and base >= service.resized) or base >= last:
         return None
     if base < service.committed:
         raise RequestRefused(
             409,
-            f"batch_size={message.batch_size}: batches through {service.committed} are committed with "
-            f"{former.registration.batch_size}; register after={service.committed} or later, or with their size",
+            f"batch_size={message.batch_size}: batches through {service.committed} are committed in another size; "
+            f"register after={service.committed} or later, or with their size",
         )
     return base
 
@@ -82,18 +83,20 @@ async def _replace(
         last = base
     epoch, cursor = service.epoch + 1, base if message.after is None else min(service.cursor, last)
     committed = min(service.committed, last)  # a trainer with batches of another store may have committed more
+    resized = min(service.resized, last) if service.queue.batch_size in (None, message.batch_size) else last
     groups = await service.store.write(
         database.register,
         requeue_after,
         registration=msgspec.to_builtins(message),
         **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "empty": [], "last": last},
         committed=committed,
+        resized=resized,
     )
     if groups:
         logger.info("batches %d to %d are dissolved: %d groups are queued again", last + 1, service.last, len(groups))
         service.count("dissolved", len(groups))
     service.epoch, service.last, service.cursor, service.committed = epoch, last, cursor, committed
-    service.served, service.delivered = base, True
+    service.served, service.resized, service.delivered = base, resized, True
     service.trainer = Trainer(message, base, base, time.monotonic())
     for group in groups:
         service.queue.add(service.known(group))

@@ -92,7 +92,7 @@ class Trainer:
 
 class Service:
     """See the module docstring. ``last`` is the number of the last batch that was cut, ``served`` of the last sent,
-    ``cursor`` of the last that a stock trainer acknowledged.
+    ``cursor`` of the last that a stock trainer acknowledged, ``resized`` of the last of another size than its.
     """
 
     def __init__(self, settings: Settings):
@@ -114,6 +114,7 @@ class Service:
         self.last: int = run.get("last", 0)
         self.cursor: int = min(run.get("cursor", 0), self.last)  # more was written amid a reset
         self.committed: int = run.get("committed", 0)
+        self.resized: int = run.get("resized", 0)
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
         self.delivered = True  # whether the answer with batch ``served`` was written completely

@@ -40,9 +40,26 @@ async def test_a_registration_that_is_refused_ends_no_trainer(service):
     await asyncio.sleep(0)
     assert await delivery.numbered_batch(service, 0, 0, 1) == 1
     await delivery.weights_pushed(service, 1, Caller(epoch=1))
-    with pytest.raises(RequestRefused, match="batches through 1 are committed with 8"):
+    with pytest.raises(RequestRefused, match="batches through 1 are committed in another size"):
         await registering
     assert await delivery.numbered_batch(service, 1, 0, 1) == 2
+
+
+async def test_no_trainer_gets_a_batch_of_another_size(tmp_path):
+    """Nor one that goes back behind the change of the size, which another trainer has made; but for committed ones."""
+    async with open_service(tmp_path) as service:
+        await delivery.register(service, registration(8, after=0))
+        await post(service, *range(4))
+        assert await batches(service, 0, 1) == [1, 2]
+        await delivery.register(service, registration(4, after=2))
+    async with open_service(tmp_path) as service:
+        assert (await delivery.register(service, registration(4, after=1)))["last"] == 1
+        assert await batches(service, 1, 2) == [2, 3]
+        assert [await batch(service, number) for number in (2, 3)] == [[2], [3]]
+        assert (await delivery.register(service, registration(4, after=2)))["last"] == 3
+        await delivery.commit(service, 1)
+        with pytest.raises(RequestRefused, match="batches through 1 are committed in another size"):
+            await delivery.register(service, registration(4, after=0))
 
 
 async def test_posts_amid_a_reset_are_kept_once(service):
