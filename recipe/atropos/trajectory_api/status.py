@@ -36,9 +36,10 @@ def _registration(service: Service, caller: Caller) -> Registration | None:
 
 
 @endpoint("GET", "/info")
-def info(service: Service, caller: Caller) -> dict[str, Any]:
-    """Return the size of a batch in sequences, and of a sequence in tokens."""
-    found = _registration(service, caller)
+async def info(service: Service, caller: Caller) -> dict[str, Any]:
+    """Return the size of a batch in sequences, and of a sequence in tokens; -1 without a trainer."""
+    async with service.registering:  # environments ask once, and start nothing without an answer
+        found = _registration(service, caller)
     return {"batch_size": found.batch_size if found else -1, "max_token_len": found.max_token_len if found else -1}
 
 

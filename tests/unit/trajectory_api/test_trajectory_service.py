@@ -62,6 +62,17 @@ async def test_no_trainer_gets_a_batch_of_another_size(tmp_path):
             await delivery.register(service, registration(4, after=0))
 
 
+async def test_sizes_are_told_while_a_trainer_registers_again(service):
+    """Its first attempt took so long that it sent another; environments that join meanwhile ask once."""
+    await delivery.register(service, registration(8, after=0))
+    registering = asyncio.ensure_future(delivery.register(service, registration(8, after=0)))
+    await asyncio.sleep(0)
+    await join(service)
+    assert service.trainer is None and not registering.done()
+    assert await status.info(service, Caller()) == {"batch_size": 8, "max_token_len": 100}
+    await registering
+
+
 async def test_posts_amid_a_reset_are_kept_once(service):
     await delivery.register(service, registration(4))
     await post(service, 0)
