@@ -38,6 +38,7 @@ _RESERVED = 1 << 20  # ticket numbers are reserved in blocks, so that none is us
 _TICK = 1.0  # s
 QUIET_SECONDS = 10.0  # s that a trainer waits, until the log says for what; then every minute
 _SAY_AGAIN = 60.0  # s
+_ASKS_AGAIN = 15.0  # s, in which a trainer that waits asks again
 AHEAD = 3  # batches, as many as BaseEnv begins by default, that groups may be in without a staleness bound
 # A ticket for which the trainer waits is released after this multiple of the longest that its environment's latest
 # groups took, and at least these seconds. An environment that has posted few has no usual time yet: then it is the
@@ -264,12 +265,14 @@ class Service:
             self.store.check()
             for environment in self.environments:
                 self.environments.apply_share(environment, self.queue)
+            trainer, now = self.trainer, time.monotonic()
+            if trainer is not None and now - trainer.seen > _ASKS_AGAIN:
+                trainer.waiting_since = None  # it has died
             self.release_dead()
             self.forget_gone()
             self.release_hung()
             self.advance()
             self.forget_posts()
-            trainer, now = self.trainer, time.monotonic()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
                 continue

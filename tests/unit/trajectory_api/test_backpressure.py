@@ -145,6 +145,35 @@ async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, clock, cap
     assert "of env_0, whose groups take 20 s at most: released" in caplog.text
 
 
+async def test_no_ticket_hangs_while_no_trainer_waits(service, clock, monkeypatch):
+    """One that has died while it waited: servers may rest until the next one."""
+    monkeypatch.setattr(service_module, "_TICK", 0.001)
+    await delivery.register(service, registration(4, after=0))
+    env = await join(service)
+    for _ in range(10):
+        ticket = await begin(service, env)
+        clock.now += 5
+        await post(service, 0, env=env, ticket=ticket)
+        await delivery.numbered_batch(service, service.last, 0, None)
+    hung = await begin(service, env)
+    running = asyncio.ensure_future(service.run())
+
+    async def minutes(asks):
+        for _ in range(20):
+            if asks:
+                assert await delivery.numbered_batch(service, 10, 0, None) is None
+            clock.now += 5
+            service.environments.touch(env)
+            await asyncio.sleep(0.02)
+
+    assert await delivery.numbered_batch(service, 10, 0, None) is None
+    await minutes(asks=False)
+    assert hung in service.queue.tickets and service.trainer.waiting_since is None
+    await minutes(asks=True)
+    assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+    running.cancel()
+
+
 async def test_an_environment_that_hangs_from_the_first_stops_nobody(service, clock):
     """Then it is what others take, and at least 120 s. A group that comes after all tells its own."""
     await delivery.register(service, registration(8, after=0))
