@@ -200,6 +200,48 @@ def test_whoever_always_fails_is_refunded_by_a_batch_only():
         assert (queue.environment(1).time < before) == (number < 4)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_hold_whatever_has_been_before(seed):
+    """Shares that changed, environments that asked for nothing, and tickets that ended without a group."""
+    rng, queue = random.Random(seed), queue_of(24)
+    envs = {env: rng.randint(1, 24) for env in range(3)}  # and the sizes of their groups
+    had, due, tickets = dict.fromkeys(envs, 0), dict.fromkeys(envs, 0.0), []
+
+    def issue(number):
+        if (turn := queue.turn()) is not None and turn.asks:
+            share = queue.shares()
+            for env in envs:
+                due[env] += share(queue.environment(env)) * turn.next_size
+            tickets.append(queue.issue(turn, number, UNBOUNDED)[1])
+            had[tickets[-1].env] += tickets[-1].size
+
+    def end(ticket, fails):
+        group = Entry(ticket.number, ticket.env, ticket.size, id=ticket.number, due=UNBOUNDED)
+        queue.close(queue.claim(ticket.number), [] if rng.random() < fails else [group])
+        cut_all(queue)
+
+    for number in range(1, 300):
+        for env, size in envs.items():
+            if rng.random() < 0.05:
+                queue.set_share(env, "", rng.choice([0.01, 1, 100]), rng.choice([0, 0, 0.33]))
+            if rng.random() < 0.1 and not queue.environment(env).asks:
+                ask(queue, env, size)
+        issue(number)
+        if tickets and rng.random() < 0.5:
+            end(tickets.pop(rng.randrange(len(tickets))), fails=0.4)
+    while tickets:
+        end(tickets.pop(), fails=0)
+    before = {env: had[env] - due[env] for env in envs}
+    for number in range(300, 700):
+        for env, size in envs.items():
+            if not queue.environment(env).asks:
+                ask(queue, env, size, more=True)
+        issue(number)
+        end(tickets.pop(), fails=0)
+        for env, size in envs.items():
+            assert abs(had[env] - due[env] - before[env]) <= 24 + 2 * size
+
+
 def test_a_post_of_an_unknown_environment_closes_its_ticket():
     queue = queue_of(4)
     queue.add(Entry(1, 7, 4, due=UNBOUNDED))
