@@ -211,8 +211,9 @@ class CommandLine:
         _check_names(OPENAI_NAMESPACE, openai, APIServerConfig)
         servers = file.get(OPENAI_NAMESPACE)
         env_in_file = file.get(ENV_NAMESPACE) or {}
+        env_config, default = super().config_init()
         try:
-            _check_names(ENV_NAMESPACE, env_in_file, cls.env_config_cls)
+            _check_names(ENV_NAMESPACE, env_in_file, type(env_config))
             for one in servers if isinstance(servers, list) else [servers]:
                 _check_names(OPENAI_NAMESPACE, one, APIServerConfig)
         except UsageError as error:
@@ -220,7 +221,7 @@ class CommandLine:
         one_server = servers[0] if isinstance(servers, list) and len(servers) == 1 else servers
         env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | env_in_file
         cls.__given = one_server, openai, env_given
-        if server_configs(super().config_init()[1], openai, servers)[1]:
+        if server_configs(default, openai, servers)[1]:
             for name in openai:  # which BaseEnv must not see
                 take_flag(sys.argv, f"--{_OPENAI}{name}")
         for subcommand in set(_SUBCOMMANDS) & set(arguments):

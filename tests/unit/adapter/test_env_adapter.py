@@ -251,6 +251,23 @@ def test_servers_of_a_configuration_file_count(tmp_path, model):
     assert status == 2 and "--config=no.yaml: no such file" in output
 
 
+def test_options_of_an_environments_own_count_in_its_file(tmp_path, model):
+    """Many environments of Atropos return a configuration of their own, and leave ``env_config_cls`` as it is."""
+    (tmp_path / "own_env.py").write_text(
+        "from helpers.environments.said_env import SaidEnv\n"
+        "from atroposlib.envs.base import BaseEnvConfig\n"
+        "class OwnConfig(BaseEnvConfig):\n    boards: int = 1\n"
+        "class OwnEnv(SaidEnv):\n    @classmethod\n    def config_init(cls):\n"
+        "        config, servers = super().config_init()\n"
+        "        return OwnConfig(**config.model_dump()), servers\n"
+    )
+    for name, status in (("boards", 0), ("bords", 2)):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"env": {name: 3}}))
+        found, output = run_adapter(tmp_path, "serve", "--env", "own_env.py", "--config=c.yaml", MODEL=model)
+        assert found == status, output
+        assert said(output)["config"]["boards"] == 3 if name == "boards" else "mean --env.boards?" in output
+
+
 def test_a_negative_number_may_follow_its_flag_after_a_space(tmp_path, model):
     options = ["--env.total_steps", "-1", "--env.inference_weight", "-0.5", "--env.max_num_workers", "-1"]
     status, output = run_adapter(tmp_path, "serve", "--env", SAID, *options, MODEL=model)
