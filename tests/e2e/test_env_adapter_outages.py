@@ -9,9 +9,11 @@ import shutil
 import signal
 import sys
 
+import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from atroposlib.utils.io import parse_http_response
 
 from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, make, managed, registered, roll_out, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
@@ -85,6 +87,24 @@ async def test_an_environment_shows_the_api_its_secret(make, tmp_path, monkeypat
         expected = "which says 'wait for trainer to start'" if fits else "401: .* set .ATROPOS_API_KEY to its secret"
         with pytest.raises(EnvironmentFailure, match=expected):
             await env.env_manager()
+
+
+class KeepsLimitEnv(NumberEnv):
+    """Asks the API by itself, as Atropos' tool_use_interleaved_thinking does."""
+
+    async def get_server_info(self):
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"{self.config.rollout_server_url}/info") as answer:
+                self.config.batch_size = (await parse_http_response(answer))["batch_size"]
+
+
+async def test_environments_own_requests_have_the_apis_key(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATROPOS_API_KEY", "secret")
+    with running_trajectory_api(tmp_path, secret="secret") as service:
+        ScriptedTrainer(f"{service.url}/secret", BATCH)
+        env = await registered(make(service.url, KeepsLimitEnv, batch_size=SIZE))
+        assert env.config.batch_size == BATCH
+        assert env.config.rollout_server_url == service.url, "the key is for no tracker and no log"
 
 
 async def test_adapted_env_names_an_api_or_trainer_that_never_comes(make, tmp_path):

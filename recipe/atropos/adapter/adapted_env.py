@@ -57,7 +57,12 @@ class AdaptedEnv(CommandLine, Lifecycle):
     # ------------------------------------------------------------------ items
 
     async def get_server_info(self) -> None:
-        await super().get_server_info()
+        api = await self._api()
+        self.config.rollout_server_url = api.keyed_url  # an environment's own request sends no key
+        try:
+            await super().get_server_info()
+        finally:
+            self.config.rollout_server_url = api.url
         self.report.add_line({"pid": os.getpid(), "registered": self.env_id})
         if not sglang_servers(self.server):
             logger.warning("%s: none of its servers is of type sglang, so nothing can be trained on", self.report.name)

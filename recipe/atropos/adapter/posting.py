@@ -201,7 +201,9 @@ class PostingEnv(BaseEnv):
         Raises:
             EnvironmentFailure: the environment's own sizes do not fit them.
         """
-        info = await (await self._api()).call("GET", "/info")
+        api = await self._api()
+        self.config.rollout_server_url = api.url  # for messages, which show no key
+        info = await api.call("GET", "/info")
         if info["batch_size"] != -1:
             self.config.batch_size = info["batch_size"]
         if info["max_token_len"] != -1:

@@ -99,6 +99,7 @@ class TrajectoryApiClient:
         first_pause: float = 0.1,
     ):
         self.url = url.rstrip("/")
+        self.keyed_url = f"{self.url}/{secret}" if secret else self.url  # for requests without the header
         self.retry_timeout = retry_timeout
         self.epoch: int | None = None
         self.again = 0  # requests that were sent again
