@@ -26,7 +26,7 @@ FREE = (
     "ray_kwargs.ray_init",
 )
 _ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # verl's, but not in its YAML
-_MISSPELLED = 0.95  # similarity of two dotted keys from which on one is taken for the other, misspelled
+_MISSPELLED = 0.92  # similarity of two dotted keys from which on one is taken for the other, misspelled
 _T = TypeVar("_T")
 # Keys of other recipes that join Atropos and verl, and their names here; docs/migration.md lists all.
 # A key covers all keys below it, which keep their names. If the new one has a comma or "=", the value differs too.

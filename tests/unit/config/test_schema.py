@@ -165,6 +165,7 @@ UNKNOWN = {
     # misspelled, beside keys without effect
     f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temprature: no such key; did you mean {ROLLOUT}.temperature?",
     "data.trian_batch_size=2": "data.trian_batch_size: no such key; did you mean data.train_batch_size?",
+    "data.max_prompt_len=8": "data.max_prompt_len: no such key; did you mean data.max_prompt_length?",
     f"{ROLLOUT}.checkpoint_engin.update_weight_bucket_megabytes=2": f"did you mean {ROLLOUT}.checkpoint_engine.up",
 }
 WITHOUT_EFFECT = {
