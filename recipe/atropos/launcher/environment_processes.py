@@ -50,10 +50,16 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, spli
 
 _ADAPTER = "recipe.atropos.utils.env_adapter"
 _CHECK = "check-"  # name prefix of the processes that check flags
-_NEEDED = ("atroposlib", "msgspec", "omegaconf", "orjson", "psutil")  # by the adapter, beside what these install
+# By the adapter, beside what these install.
+_NEEDED = ("atroposlib", "msgspec>=0.19", "omegaconf>=2.3", "orjson", "psutil", "wandb>=0.31")
 _PROBE = """
-import importlib.util, sys
-print(*sys.version_info[:2], *[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])
+import importlib.metadata, importlib.util, re, sys
+def numbers(version):
+    return [*map(int, re.findall("[0-9]+", version)[:2])]
+def lacks(name, least):
+    found = next(importlib.metadata.Distribution.discover(name=name), None)  # a folder on PYTHONPATH has none
+    return importlib.util.find_spec(name) is None or found is not None and numbers(found.version) < numbers(least)
+print(*sys.version_info[:2], *[need for need in sys.argv[1:] if lacks(*need.partition(">=")[::2])])
 """
 
 
@@ -109,7 +115,8 @@ def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
     major, minor, *missing = printed.split()
     if (int(major), int(minor)) < (3, 11):
         return f"{named}: Python {major}.{minor}; the adapter needs 3.11 or newer"
-    exact = " ".join(f"{name}=={importlib.metadata.version(name)}" for name in missing)
+    names = [need.partition(">=")[0] for need in missing]
+    exact = " ".join(f"{name}=={importlib.metadata.version(name)}" for name in names)
     lacking = f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {exact}"
     return lacking if missing else None
 

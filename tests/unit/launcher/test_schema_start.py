@@ -251,6 +251,16 @@ def test_own_interpreter_runs_without_what_the_trainer_has(tmp_path):
     assert checked(tmp_path, python)[:2] == [str(python), "-m"]
 
 
+def test_own_interpreter_with_an_older_package_names_the_version(tmp_path):
+    python = make_interpreter(tmp_path / "venv")
+    [metadata] = tmp_path.glob("venv/lib/python*/site-packages/wandb-*.dist-info")
+    metadata.unlink()
+    (older := metadata.with_name("wandb-0.30.0.dist-info")).mkdir()
+    (older / "METADATA").write_text("Metadata-Version: 2.1\nName: wandb\nVersion: 0.30.0\n")
+    with pytest.raises(ConfigurationError, match="the adapter needs wandb>=0.31; run .* -m pip install wandb==0"):
+        checked(tmp_path, python)
+
+
 def test_own_interpreter_of_one_of_several_environments():
     options = [
         "environment.python=shared",
