@@ -97,6 +97,10 @@ class Calls:
 
     # ------------------------------------------------------------------ requests
 
+    def with_temperature(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Return a call's parameters, in training with the trainer's temperature if they have none."""
+        return {"temperature": self._temperature, **params} if self.cache is self.caches["train"] else params
+
     async def sample(
         self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
     ) -> list[SampledReply]:
@@ -107,9 +111,7 @@ class Calls:
         """
         client = client_of(server, timeout)
         cache, prompt = self.cache, np.array(ids, np.int32)
-        if cache is self.caches["train"]:
-            params = {"temperature": self._temperature, **params}
-        sampling = SamplingParams.from_request(params)
+        sampling = SamplingParams.from_request(params := self.with_temperature(params))
         params = {**params, **sampling.request()}
 
         async def request(n: int) -> list[SampledReply]:

@@ -151,8 +151,10 @@ def _record_calls(env: BaseEnv) -> list[Exchange]:
     async def record(
         server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
     ) -> list[SampledReply]:
-        messages = MESSAGES.get()
-        exchange, begun = Exchange(ids, params, messages and [dict(message) for message in messages]), time.monotonic()
+        messages, begun = MESSAGES.get(), time.monotonic()
+        exchange = Exchange(
+            ids, env._calls.with_temperature(params), messages and [dict(message) for message in messages]
+        )
         exchanges.append(exchange)
         try:
             exchange.answers = await sample(server, ids, params, timeout)

@@ -10,6 +10,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, with_bos
 from helpers.stub_sglang import reply, stub_servers
 from recipe.atropos.adapter.recorded_calls import ATTEMPTS, RecordingManagedServer, _one_bos, client_of, sampling_params
+from recipe.atropos.commands.verify_env import _record_calls
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.client import InferenceError
 
@@ -119,6 +120,13 @@ async def test_survivors_an_environments_own_temperature_counts(env, stub, token
     for given in ({"temperature": 0.3}, {"temperature": 0.0}, {}):
         await env.server.completion(prompt="Q:", max_tokens=5, **given)
     assert [body["sampling_params"]["temperature"] for body in bodies(stub)] == [0.3, 0.0, 0.7]
+
+
+async def test_verify_env_shows_the_temperature_that_is_added(env, stub, tokenizer):
+    stub.replies = two(tokenizer)[:1]
+    exchanges = _record_calls(env)
+    await env.server.completion(prompt="Q:", max_tokens=5)
+    assert exchanges[0].params["temperature"] == bodies(stub)[0]["sampling_params"]["temperature"] == 0.7
 
 
 async def test_recorded_calls_for_text_answer_as_openai_does(env, stub, tokenizer):
