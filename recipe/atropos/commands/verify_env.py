@@ -258,7 +258,8 @@ def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None
 def _show_groups(result: Verified, console: Console) -> None:
     returned = result.returned if isinstance(result.returned, list) else [result.returned]
     for number, group in enumerate(returned):
-        became = f"scores {group['scores']}" if group else f"{group!r}, so nothing is sent"
+        scored = isinstance(group, dict) and "scores" in group
+        became = f"scores {group['scores']}" if scored else f"{group!r:.{_SHOWN_TEXT}}, so nothing is sent"
         console.print(f"group {number}: {became}", markup=False)
     console.print(f"sent: {len(result.posted)} of {len(returned)} groups")
     for number, group in enumerate(result.posted):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from recipe.atropos.commands.verify_env import Exchange, _not_sampled, _show_exchange
+from recipe.atropos.commands.verify_env import Exchange, Verified, _not_sampled, _show_exchange, _show_groups
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.utils import debug
@@ -44,6 +44,19 @@ def test_what_a_model_and_its_server_said_has_no_control_characters(capsys):
     names = SimpleNamespace(decode=lambda ids: f"\x1b]0;title\x07{ids}")
     _show_exchange(exchange, Console(width=120), names)
     assert "user: what?" in (shown := capsys.readouterr().out) and "[4, 5]\n" in shown and "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ({"tokens": [[1]], "masks": [[1]]}, "group 0: {'tokens': [[1]], 'masks': [[1]]}, so nothing is sent"),
+        (([{"scores": [1.0]}], []), "group 0: ([{'scores': [1.0]}], []), so nothing is sent"),
+        ([{"scores": [1.0]}, None], "group 0: scores [1.0] group 1: None, so nothing is sent sent: 0 of 2 groups"),
+    ],
+)
+def test_what_is_no_group_is_shown_as_it_is(returned, shown, capsys):
+    _show_groups(Verified(None, None, [], returned), Console(width=120))
+    assert shown in " ".join(capsys.readouterr().out.split())
 
 
 def test_trained_span_is_sampled_only_if_a_reply_has_it():
