@@ -19,7 +19,7 @@ import logging
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -124,7 +124,7 @@ class ItemsEnv(BaseEnv):
         self._own = range(replica, len(self.train), replicas)
         if not self._own:
             raise ConfigurationError(f"replicas={replicas}: there are {len(self.train)} items; give at most as many")
-        self._levels = levels(self.config, self.train)
+        self._levels = levels(self.config, (self.train[index] for index in self._own))
         self._order: tuple[int, Sequence[int]] = (-1, [])
 
     @classmethod
@@ -244,15 +244,15 @@ class ItemsEnv(BaseEnv):
         await super().wandb_log(wandb_metrics)
 
 
-def levels(config: ItemsEnvConfig, train: Sequence[Item]) -> list[float]:
+def levels(config: ItemsEnvConfig, train: Iterable[Item]) -> list[float]:
     """Return the levels of the items in ascending order; without a curriculum [].
 
     Raises:
         ConfigurationError: an item has none; names it.
     """
-    if config.curriculum_threshold is None:
+    if config.curriculum_threshold is None:  # then nothing is read: some items are generated as they are read
         return []
-    for number, item in enumerate(train, 1):
+    for number, item in enumerate(train := [*train], 1):
         if not isinstance(item, Mapping) or not isinstance(item.get("level"), int | float):
             raise ConfigurationError(
                 f"--env.curriculum_threshold={config.curriculum_threshold:g}: item {number} has no number 'level': "

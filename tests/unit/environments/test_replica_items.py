@@ -101,6 +101,21 @@ def test_replicas_of_the_adapter_share_generated_tasks(make_env):
     assert len(set.union(*asking)) == 18 and all(len(each) == 6 for each in asking)
 
 
+class LeveledEnv(NumberedEnv):
+    """Only item 0 is of the lowest level."""
+
+    @staticmethod
+    def load(config):
+        return [{"number": number, "level": min(number, 2)} for number in range(config.size)], [0]
+
+
+@pytest.mark.timeout(20)
+def test_replicas_have_a_curriculum_of_their_own_items(make_env):
+    """It begins with the lowest level that they have; one of all items would leave them nothing to ask, for ever."""
+    found = [make_env(replica(LeveledEnv, number, 3), curriculum_threshold=0.5) for number in range(3)]
+    assert [[item["level"] for item in asked(env, 3)] for env in found] == [[0] * 3, [1] * 3, [2] * 3]
+
+
 def test_more_replicas_than_items_are_refused(make_env):
     with pytest.raises(ConfigurationError, match="replicas=5: there are 4 items"):
         make_env(replica(NumberedEnv, 4, 5), size=4)
