@@ -144,7 +144,7 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
 
 def has_advantages(group: dict[str, Any]) -> bool:
     """Return whether a group brings advantages of its own."""
-    return any(row is not None and len(row) for row in group.get("advantages") or ())
+    return any(row is not None and np.size(row) for row in group.get("advantages") or ())  # also one for all tokens
 
 
 def turns_of(group: dict[str, Any]) -> list[int]:

@@ -154,8 +154,9 @@ def test_credit_names_what_is_missing(group, overrides, message):
         add_credit(group, Credit())
 
 
-def test_credit_refuses_a_group_with_advantages(group):
-    group["advantages"] = [[0.0] * len(row) for row in group["tokens"]]
+@pytest.mark.parametrize("each", [lambda row: [0.0] * len(row), lambda row: 0.5], ids=["tokens", "sequences"])
+def test_credit_refuses_a_group_with_advantages(group, each):
+    group["advantages"] = [each(row) for row in group["tokens"]]
     with pytest.raises(CreditError, match="leave environment.credit out"):
         add_credit(group, Credit())
 
