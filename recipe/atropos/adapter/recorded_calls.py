@@ -33,6 +33,7 @@ from tenacity import RetryError
 
 from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache
 from recipe.atropos.adapter.token_keys import key_of, keys_of
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
@@ -259,7 +260,8 @@ async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs
 class RecordingManagedServer(ManagedServer):
     """Managed server whose nodes hold the sampled tokens of all turns; its answers and their number are unchanged.
 
-    - A prompt extends the node with the longest tokens that it begins with; of equal ones, one not yet extended.
+    - A prompt extends the node with the longest text, else the longest tokens, that it begins with; of equal ones, one
+      not yet extended.
     - A node keeps the masks and logprobs of the one that it extends, after ``completion`` as after ``chat_completion``.
 
     Tree mode is not fixed: no environment's manager provides it.
@@ -276,9 +278,15 @@ class RecordingManagedServer(ManagedServer):
         return self._extended(self._compute_input_ids(input_text), self.current_nodes)[0]
 
     def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None = None) -> list[int]:
-        current = {id(node) for node in self.current_nodes}
-        extensible = {key for key, nodes in self._ever.items() if any(id(node) in current for node, _ in nodes)}
-        return self._calls.restore_sampled(self.tokenizer, input_text, True, extensible)
+        same_text = [node for node in self.current_nodes if input_text.startswith(node.full_text)]
+        if same_text:
+            node = max(same_text, key=lambda node: len(node.full_text))
+            keys, spans = keys_of(node.tokens).tolist(), trained_spans(node.masked_tokens)
+            prefer = {keys[at] for _, end in spans for at in (end - 1, end)}  # the turn may have no end, or go on
+        else:
+            current = {id(node) for node in self.current_nodes}
+            prefer = {key for key, nodes in self._ever.items() if any(id(node) in current for node, _ in nodes)}
+        return self._calls.restore_sampled(self.tokenizer, input_text, True, prefer)
 
     def _extended(
         self, ids: list[int], among: list[SequenceNode] | None = None

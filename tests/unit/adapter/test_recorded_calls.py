@@ -223,9 +223,9 @@ def test_recorded_calls_have_their_servers_key_and_time():
 
 
 @pytest.mark.parametrize("how", ["chat", "text"])
-@pytest.mark.parametrize(("second", "lasts"), [(("ab",), "dc"), (("a", "b"), "cd")], ids=["one_text", "same_tokens"])
-async def test_recorded_calls_of_a_managed_server_extend_its_nodes(env, stub, tokenizer, how, second, lasts):
-    """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once."""
+@pytest.mark.parametrize("second", [("ab",), ("a", "b")], ids=["one_text", "same_tokens"])
+async def test_recorded_calls_of_a_managed_server_extend_its_nodes(env, stub, tokenizer, how, second):
+    """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once, in order."""
     way_1, way_2 = ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, *second, END)
     stub.replies = [reply(way_1, "ab", first=-0.1), reply(way_2, "ab", first=-0.2)]
     stub.replies += [
@@ -252,7 +252,7 @@ async def test_recorded_calls_of_a_managed_server_extend_its_nodes(env, stub, to
         assert not managed.get_state()["nodes"] and managed._extended([*nodes[0].tokens]) == (None, 0)
     assert len(nodes) == 2
     prompt = chat(tokenizer, "go")
-    for node, way, last, first in zip(nodes, (way_1, way_2), lasts, (-0.1, -0.2), strict=True):
+    for node, way, last, first in zip(nodes, (way_1, way_2), "cd", (-0.1, -0.2), strict=True):
         reply_at, size = len(prompt), len(way)
         assert node.tokens[:reply_at] == prompt and node.tokens[reply_at : reply_at + size] == way
         assert node.tokens[-2:] == ids_of(tokenizer, last, END)
@@ -260,6 +260,21 @@ async def test_recorded_calls_of_a_managed_server_extend_its_nodes(env, stub, to
         assert trained == way + ids_of(tokenizer, last, END)
         assert node.logprobs[reply_at] == first and node.logprobs[-2] == {"c": -0.3, "d": -0.4}[last]
         assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
+
+
+async def test_managed_server_tells_replies_by_their_white_space(env, stub, tokenizer):
+    """Else a later turn, and its score, would go to the other conversation, which waits for its next turn."""
+    replies = [("\n", "ab"), ("ab", "\n"), ("c",), ("d",)]
+    stub.replies = [reply(ids_of(tokenizer, *parts, END), "".join(parts)) for parts in replies]
+    async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
+        await managed.chat_completion(messages=GO, n=2, max_tokens=9)
+        messages = [*GO, {"role": "assistant", "content": "ab\n"}, *GO]
+        await managed.chat_completion(messages=messages, max_tokens=9)
+        messages += [{"role": "assistant", "content": "c"}, *GO]
+        await managed.chat_completion(messages=messages, max_tokens=9)
+        nodes = managed.get_state()["nodes"]
+    trained = [[token for token in node.masked_tokens if token != I] for node in nodes]
+    assert trained == [ids_of(tokenizer, "\n", "ab", END), ids_of(tokenizer, "ab", "\n", END, "c", END, "d", END)]
 
 
 async def test_recorded_calls_know_every_argument_of_a_template(env, stub, tokenizer):
