@@ -57,6 +57,8 @@ class Completion:
     versions: tuple[int, int] | None = None
     sampling: SamplingParams | None = None
     item: Item | None = None
+    turn: int = 0  # position behind the prompt's last special token
+    turn_key: int = 0  # ``key_of`` the tokens before it
     continued: bool = False  # a later prompt contains it
     posted: int = 0  # number of times that it was found in posted sequences
 
@@ -116,11 +118,13 @@ class CompletionCache:
         sampling: SamplingParams | None = None,
     ) -> Completion:
         """Store a reply of the current item. Give the replies to one request the same ``prompt``, (p,) int32."""
-        texts, item = {text, self._decode(tokens)} - {None}, ITEM.get()
+        texts, item, keys = {text, self._decode(tokens)} - {None}, ITEM.get(), keys_of(prompt)
+        turn = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in self.special), 0)
         completion = Completion(
-            prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts), versions, sampling, item
+            *(prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts)),
+            *(versions, sampling, item, turn, int(keys[turn])),
         )
-        key = int(keys_of(prompt)[-1])
+        key = int(keys[-1])
         self._by_prompt.setdefault(key, deque()).append(completion)
         self._order.append((completion, key))
         self._size += len(prompt) + len(tokens)
@@ -226,6 +230,8 @@ class CompletionCache:
         Returns where that token is, the prompt's tokens from there on, and what is behind them, with its positions.
         """
         own, have = ITEM.get() or (), np.array(before + work[at:], np.int32)
+        keys = keys_of(have)
+        own = [c for c in own if len(before) < len(c.prompt) and c.turn < len(keys) and keys[c.turn] == c.turn_key]
         for known in {id(completion.prompt): completion.prompt for completion in own}.values():
             size = min(len(known), len(have))
             same = int(np.argmin(np.append(known[:size] == have[:size], False)))
