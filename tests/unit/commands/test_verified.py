@@ -38,7 +38,7 @@ def test_a_call_that_failed_is_shown_with_its_error(capsys):
     assert "no answer: http://server/generate: HTTP 500: broken" in shown
 
 
-def test_what_a_model_and_its_server_said_has_no_control_characters(capsys):
+def test_what_a_model_said_has_no_control_characters(capsys):
     reply = SampledReply("", [4, 5], [-0.5, -0.25], {}, None)
     exchange = Exchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
     names = SimpleNamespace(decode=lambda ids: f"\x1b]0;title\x07{ids}")
