@@ -46,6 +46,7 @@ from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
+from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -121,10 +122,8 @@ class ProgramEnv(ItemsEnv):
         await super().setup()
         if self.config.sessions_url is None:
             raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
-        host = urlsplit(self.config.sessions_url).hostname or ""
-        given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-        if given != "*":  # else the clients of programs ask the proxy of the machine, if it has one
-            os.environ |= dict.fromkeys(("NO_PROXY", "no_proxy"), f"{given},{host}" if given else host)
+        # Else the clients of programs ask the proxy of the machine, if it has one.
+        os.environ |= without_proxy(os.environ, urlsplit(self.config.sessions_url).hostname)
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
         await self._sessions.__aenter__()
         default = 64 if self.config.agent else 4 * (os.cpu_count() or 1)

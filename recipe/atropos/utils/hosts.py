@@ -1,4 +1,4 @@
-"""Addresses of this machine, and whether Ray uses other machines."""
+"""Addresses of this machine, how clients reach them past a proxy, and whether Ray uses other machines."""
 
 import ipaddress
 import os
@@ -68,3 +68,11 @@ def joins_cluster(ray_init: Mapping[str, Any]) -> bool:
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS") or address
     return address not in (None, "local")
+
+
+def without_proxy(environment: Mapping[str, str], *hosts: str | None) -> dict[str, str]:
+    """Return the variables with which clients ask ``hosts`` themselves, whatever proxy ``environment`` names."""
+    direct = environment.get("no_proxy") or environment.get("NO_PROXY", "")
+    return dict.fromkeys(
+        ("no_proxy", "NO_PROXY"), direct if direct == "*" else ",".join(filter(None, (direct, *hosts)))
+    )

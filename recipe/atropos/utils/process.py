@@ -35,6 +35,7 @@ import psutil
 
 from recipe.atropos.errors import AtroposError, attempt_all
 from recipe.atropos.utils.files import printable
+from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.scratch import Scratch
 
 RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
@@ -262,10 +263,8 @@ def start_service(
     """
     inherited = inherited or {}
     environment = {**os.environ, **(env or {}), **{name: str(number) for name, number in inherited.items()}}
-    if (direct := environment.get("no_proxy") or environment.get("NO_PROXY", "")) != "*":
-        # SGLang asks itself whether it is up, with its key, and agents ask the session server.
-        hosts = [direct, "localhost", "127.0.0.1", url and urlsplit(url).hostname]
-        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, hosts)))
+    # SGLang asks itself whether it is up, with its key, and agents ask the session server.
+    environment |= without_proxy(environment, "localhost", "127.0.0.1", url and urlsplit(url).hostname)
     if shutil.which(command[0], path=environment.get("PATH")) is None:
         raise ServiceFailed(f"{name}: no program {command[0]!r}; give its full path, or put it on PATH")
     run_id = uuid.uuid4().hex
