@@ -13,9 +13,10 @@ solved, and compares the tokens that were sampled for it. Settled before the run
   seeds, which are those of the items and of sampling. All begin with the same policy.
 - A batch is one group of 2 episodes, so that noise limits, rather than the learning rate; with 1 key eight groups, so
   that as many decisions as with 8 are learned from (of one group, 240 updates brought no method beyond 46%). It is sent
-  and trained on whatever its scores, and all its tokens count. Every 20 updates 128 held-out items are sampled at temperature 1.
-  Tokens to 80% are interpolated between the evaluations around it. A run ends at 80%, or is censored after 240 updates.
-  Against a censored reference a ratio is a bound.
+  and trained on whatever its scores, and all its tokens count.
+- Every 20 updates 128 held-out items are sampled at temperature 1. Tokens to 80% are interpolated between the
+  evaluations around it. A run ends at 80%, or is censored after 240 updates. Against a censored reference a ratio is a
+  bound.
 
 Targets, of the mean tokens against outcome GRPO's: at most 0.5 at 4 steps, 0.25 at 8, 0.9 to 1.1 at 1.
 
