@@ -3,8 +3,9 @@
 Trains first policies of ``tasks/credit.py`` by the launcher, with the real services, until 80% of held-out items are
 solved, and compares the tokens that were sampled for it. Settled before the runs:
 
-- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 4 the
-  first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain.
+- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 1 and
+  4 the first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain
+  (with 1 key it presses eight different ones; of three, no method passed 58%).
 - Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
   prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals
   GRPO of larger groups, GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes
@@ -12,8 +13,8 @@ solved, and compares the tokens that were sampled for it. Settled before the run
 - Each method has the best of three learning rates on seed 0, by tokens to 80%, then by the last accuracy; with it five
   seeds, which are those of the items and of sampling. All begin with the same policy.
 - A batch is one group of 2 episodes, so that noise limits, rather than the learning rate; with 1 key eight groups, so
-  that as many decisions as with 8 are learned from (of one group, 240 updates brought no method beyond 46%). It is sent
-  and trained on whatever its scores, and all its tokens count.
+  that as many decisions as with 8 are learned from. It is sent and trained on whatever its scores, and all its tokens
+  count.
 - Every 20 updates 128 held-out items are sampled at temperature 1. Tokens to 80% are interpolated between the
   evaluations around it. A run ends at 80%, or is censored after 240 updates. Against a censored reference a ratio is a
   bound.
@@ -55,7 +56,7 @@ from recipe.atropos.run.record import read_evaluations, read_metrics  # noqa: E4
 from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {
-    "keys 1": KeysRecipe(task_steps=1, right=0.3),
+    "keys 1": KeysRecipe(task_steps=1, right=0.3, spread=0.05, keys="+-*/%^&|"),
     "keys 4": KeysRecipe(task_steps=4, right=0.6, spread=0.05),
     "keys 8": KeysRecipe(task_steps=8, right=0.74),
 }

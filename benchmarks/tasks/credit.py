@@ -99,7 +99,7 @@ def reached(problem: Row, conversation: Messages) -> list[float]:
 @dataclass(frozen=True)
 class KeysRecipe(CalculatorRecipe):
     """First policy, which presses a right key with the probability ``right``, plus ``spread`` for one half of the
-    letters and minus for the other; else one of the two wrong ones.
+    letters and minus for the other; else one of the wrong ones of ``keys``.
     """
 
     name: ClassVar[str] = "small-policy-keys"
@@ -107,6 +107,7 @@ class KeysRecipe(CalculatorRecipe):
     task_steps: int = 4
     right: float = 0.575
     spread: float = 0.125
+    keys: str = "+-*"
     problems: int = 4000
     vocabulary: int = 320
     steps: int = 600
@@ -120,7 +121,7 @@ class KeysRecipe(CalculatorRecipe):
         while " " in left:
             key, known = KEYS[left[0]], left[0] in "abcd"
             if rng.random() >= self.right + (self.spread if known else -self.spread):
-                key = rng.choice("+-*".replace(key, ""))
+                key = rng.choice(self.keys.replace(key, ""))
             left = pressed(left)
             chat += [message("assistant", key), message("tool", left)]
         return [*chat, message("assistant", "=")]
