@@ -130,8 +130,8 @@ def digest(message: Message) -> bytes:
     Reasoning, which clients drop, and the ids of calls, which they make anew, are left out; so is white space around a
     text, which they strip.
     """
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [(call["name"], _canonical(call["arguments"])) for call in calls]
+    functions = (call["function"] for call in message.get("tool_calls") or ())
+    calls = [(function["name"], _canonical(function["arguments"])) for function in functions]
     said = [message["role"], (message.get("content") or "").strip(), calls]
     return hashlib.blake2b(orjson.dumps(said), digest_size=16).digest()
 
@@ -271,7 +271,8 @@ def name_tools(messages: Sequence[Message]) -> list[Message]:
     names: dict[str, str] = {}
     found = []
     for message in messages:
-        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        if calls := message.get("tool_calls"):
+            names |= {call["id"]: call["function"]["name"] for call in calls}
         if message["role"] == "tool" and "name" not in message and message["tool_call_id"] in names:
             message = {**message, "name": names[message["tool_call_id"]]}
         found.append(message)

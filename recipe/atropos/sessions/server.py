@@ -15,6 +15,7 @@ The endpoints of the environments: ``POST /sessions``, ``GET /sessions/ID``, ``G
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import hmac
 import logging
@@ -247,6 +248,7 @@ class SessionServer:
 
     async def _sample(self, session: Session, asked: Asked, digest: bytes, exchange: Exchange) -> None:
         exchange.number = await session.sample(asked, digest, self.rendering, self._generate, self.model)
+        exchange.task = None
 
     async def _generate(self, ids: list[int], params: dict[str, Any]) -> tuple[SampledReply, list[dict[str, Any]]]:
         for _ in range(_ATTEMPTS):
@@ -318,6 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that a reply may take")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    gc.set_threshold(20_000)  # every history is parsed at each turn, and leaves no garbage
     key = os.environ[API_KEY_VARIABLE]
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking

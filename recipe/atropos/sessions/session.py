@@ -108,7 +108,7 @@ class Record:
     tools: bool = False  # whether the request had some
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Exchange:
     """A request and its answer: the task that samples it, or the number of its turn once it is stored; ``open`` counts
     the connections that wait for it.
@@ -130,10 +130,11 @@ class Exchange:
         Raises:
             RequestError: the session has ended meanwhile. Also what the task raises.
         """
-        if self.number is None and (await asyncio.wait([self.task], timeout=seconds))[0]:
-            if self.task.cancelled():
+        task = self.task
+        if self.number is None and (await asyncio.wait([task], timeout=seconds))[0]:
+            if task.cancelled():
                 raise RequestError("the session has ended", 403)
-            self.task.result()
+            task.result()
         return self.number is not None
 
 
@@ -253,7 +254,7 @@ class Session:
         added = begun if parent is None else begun[len(parent.ids()) :]
         if asked.prompt is None:
             said += identified([(digest(reply.message()), "calls" if reply.calls else "assistant")], said[-1].key)
-        history = sum(len(turn.said) for turn in parent.path()) if parent else 0
+        history = parent.message_count if parent else 0
         record = Record(
             parent and parent.number,
             added.tobytes(),
@@ -367,9 +368,9 @@ class Session:
         root = hashlib.blake2b(msgspec.json.encode([asked.tools, asked.template], order="sorted"), digest_size=16)
         kinds = [(digest(one), "calls" if one.get("tool_calls") else one["role"]) for one in messages]
         said, cause = identified(kinds, root.digest()), None
-        if found := self.tree.continued(said):
-            turn, count = found
-            bridged = rendering.bridged(turn, messages[:count], messages[count:], asked.tools, asked.template)
+        if turn := self.tree.continued(said):
+            before, new = messages[: turn.message_count], messages[turn.message_count :]
+            bridged = rendering.bridged(turn, before, new, asked.tools, asked.template)
             if bridged is not None:
                 return turn, bridged, said, None
             cause = "thinking_stripped" if any(one.thinking for one in turn.path()) else "other"

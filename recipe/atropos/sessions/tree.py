@@ -36,13 +36,14 @@ class Said(NamedTuple):
     kind: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Turn:
     """A reply, whose answer has the id ``reply``: ``added`` (a,) and ``tokens`` (n,) int32, ``logprobs`` (n,) float64.
 
     ``versions`` are the oldest and the newest that sampled it. ``said`` are the messages since the parent, the reply
-    last; ``text`` is the prompt and the reply, if it was asked for with a text; ``cause`` why it begins a history anew,
-    though the session has others; ``tools`` whether its request had some.
+    last, and ``message_count`` the number of those of the path; ``text`` is the prompt and the reply, if it was asked
+    for with a text; ``cause`` why it begins a history anew, though the session has others; ``tools`` whether its
+    request had some.
     """
 
     number: int
@@ -59,6 +60,8 @@ class Turn:
     cause: str | None = None
     tools: bool = False
     children: list["Turn"] = field(default_factory=list)
+    message_count: int = 0
+    _ids: np.ndarray | None = field(default=None, repr=False)  # of the newest turn that goes on from here
 
     def path(self) -> list["Turn"]:
         """Return the turns from the first of this history to this one."""
@@ -70,7 +73,16 @@ class Turn:
 
     def ids(self) -> np.ndarray:
         """Return prompt and reply, (length,) int32."""
-        return np.concatenate([part for turn in self.path() for part in (turn.added, turn.tokens)])
+        turn, parts = self, []
+        while turn is not None and turn._ids is None:
+            parts += [turn.tokens, turn.added]
+            turn = turn.parent
+        if parts:
+            known = [turn._ids] if turn is not None else []
+            self._ids = np.concatenate(known + parts[::-1])
+            if turn is not None:
+                turn._ids = None  # a path keeps its ids once
+        return self._ids
 
     @property
     def repeats(self) -> bool:
@@ -123,18 +135,18 @@ class Tree:
         self._after: dict[bytes, list[Turn]] = defaultdict(list)  # by the key of their reply
 
     def add(self, turn: Turn) -> None:
+        turn.message_count = len(turn.said)
         if turn.parent is not None:
             turn.parent.children.append(turn)
+            turn.message_count += turn.parent.message_count
         self.turns.append(turn)
         if turn.said:
             self._after[turn.said[-1].key].append(turn)
 
-    def continued(self, said: Sequence[Said]) -> tuple[Turn, int] | None:
-        """Return the deepest turn whose messages are the first of ``said``, and how many those are."""
-        for count in range(len(said), 0, -1):
-            if turns := self._after.get(said[count - 1].key):
-                return turns[-1], count
-        return None
+    def continued(self, said: Sequence[Said]) -> Turn | None:
+        """Return the deepest turn whose messages are the first of ``said``."""
+        turns = (self._after.get(one.key) for one in reversed(said))
+        return next((found[-1] for found in turns if found), None)
 
     def continued_text(self, text: str) -> Turn | None:
         """Return the turn with the longest prompt and reply that ``text`` begins with."""

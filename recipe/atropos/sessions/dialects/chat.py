@@ -30,6 +30,7 @@ _REFUSED = (
     "top_logprobs prompt_logprobs audio prediction functions function_call web_search_options"
     " continue_final_message chat_template documents echo"
 ).split()
+_PLAIN = {"role", "content"}
 
 
 def read(body: dict[str, Any]) -> Asked:
@@ -58,6 +59,8 @@ def read(body: dict[str, Any]) -> Asked:
 
 
 def _message(given: dict[str, Any], where: str) -> Message:
+    if given.keys() == _PLAIN and given["role"] in ("system", "user", "assistant") and type(given["content"]) is str:
+        return given  # as nearly all are; a long history is read at each turn
     role = role_of(given, where, "system", "user", "assistant", "tool")
     refuse(given, ("audio", "function_call"))
     text = text_of(given.get("content"), f"{where}.content", required=role != "assistant")
