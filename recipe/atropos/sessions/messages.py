@@ -2,7 +2,8 @@
 
 A message is that of OpenAI's chat completions: ``role`` (system, user, assistant, tool) and ``content``, a string; an
 assistant's ``reasoning_content`` and ``tool_calls``, ``{"id", "type": "function", "function": {"name", "arguments"}}``
-with the arguments as JSON text; a tool's ``tool_call_id`` and ``name``. Tools are
+with the arguments as JSON text; a tool's ``tool_call_id`` and ``name``; ``instructions``, if they are those of one
+request alone. Tools are
 ``{"type": "function", "function": {"name", "description", "parameters"}}``.
 """
 

@@ -120,6 +120,11 @@ class Exchange:
     delivered: bool = False
 
     @property
+    def samples(self) -> bool:
+        """Whether a reply is still to come."""
+        return self.number is None and not self.failed
+
+    @property
     def failed(self) -> bool:
         """Whether there is no reply, and none will come."""
         return self.number is None and self.task is not None and self.task.done()
@@ -205,7 +210,7 @@ class Session:
 
     def _in_flight(self) -> int:
         """Return the number of requests that are sampled now."""
-        return sum(one.number is None and not one.failed for known in self.exchanges.values() for one in known)
+        return sum(one.samples for known in self.exchanges.values() for one in known)
 
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""
@@ -344,11 +349,10 @@ class Session:
             if not before:
                 raise RequestError(f"previous_response_id={asked.previous}: this session has no such reply", 404)
             history = self.history(before[0])
-            if messages[:1] and messages[0]["role"] == "system" and history[0]["role"] == "system":
-                history = history[1:]  # a request's own instructions replace those before
-                messages = [messages[0], *history, *messages[1:]]
-            else:
-                messages = history + messages
+            if history[0].get("instructions"):
+                del history[0]  # they are of their request alone
+            own = [one for one in messages[:1] if one.get("instructions")]
+            messages = own + history + messages[len(own) :]
             messages = name_tools(messages)
         return messages
 

@@ -137,7 +137,10 @@ def test_response_parameters_become_sglangs():
             "stream": True,
         }
     )
-    assert asked.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    assert asked.messages == [
+        {"role": "system", "content": "Be brief.", "instructions": True},
+        {"role": "user", "content": "2 + 2?"},
+    ]
     assert (asked.previous, asked.stream, asked.sampling) == ("a1b2", True, {"max_new_tokens": 9})
     assert asked.template == {"reasoning_effort": "low"}
     assert asked.tools == [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]

@@ -45,7 +45,7 @@ def read(body: dict[str, Any]) -> Asked:
     messages = _messages(body)
     if body.get("instructions"):
         instructions = expect(body["instructions"], str, "instructions")
-        messages = [{"role": "system", "content": instructions}, *messages]
+        messages = [{"role": "system", "content": instructions, "instructions": True}, *messages]
     effort = expect(body.get("reasoning") or {}, dict, "reasoning").get("effort")
     previous = body.get("previous_response_id")
     return Asked(
