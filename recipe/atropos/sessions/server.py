@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 5  # at a reply that the servers abort
 _KEEP_ALIVE = 10.0  # s between two signs of life of a stream
 _BODY_BYTES = 64 << 20
+_IN_MEMORY = 8192  # sessions, for some never end: their programs were killed
 _FAILURES = (RequestError, TrajectoryApiError, InferenceError)  # that are answered; any other is a fault of ours
 
 
@@ -164,6 +165,8 @@ class SessionServer:
         session = Session(State(id=secrets.token_hex(12), created=time.time(), **fields), self.store)
         session.save()
         self._sessions[session.state.id] = session
+        for one in list(self._sessions.values())[:-_IN_MEMORY]:
+            self._forget(one)
         return session
 
     def _access(self, request: web.Request, session: Session) -> dict[str, str]:
@@ -186,7 +189,8 @@ class SessionServer:
 
     async def reward(self, request: web.Request) -> web.Response:
         """End a session; the same reward again changes nothing."""
-        session, ended = self._loaded(request.match_info["id"]), _decoded(await request.read(), Ended)
+        ended = _decoded(await request.read(), Ended)
+        session = self._loaded(request.match_info["id"])
         values, turns = ended.turn_values, len(session.tree.turns)
         if values is not None and len(values) != turns:
             raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
@@ -202,8 +206,8 @@ class SessionServer:
         return _json(answer)
 
     def _forget(self, session: Session) -> None:
-        """Free the memory of a session that has ended; what is asked later is loaded again."""
-        if not any(exchange.open for known in session.exchanges.values() for exchange in known):
+        """Free the memory of a session; what is asked later is loaded again."""
+        if not any(one.open or one.samples for known in session.exchanges.values() for one in known):
             self._sessions.pop(session.state.id, None)
 
     # ------------------------------------------------------------------ programs
@@ -219,7 +223,9 @@ class SessionServer:
         return _json({"input_tokens": len(session.prompt(asked, self.rendering))})
 
     async def answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
-        session, body = self._session(request), await request.read()
+        self._session(request)  # who has no key is told so before a body is read
+        body = await request.read()
+        session = self._session(request)
         asked = dialect.read(_decoded(body, dict))
         digest = hashlib.blake2b(request.path.encode() + body, digest_size=16).digest()
         exchange = session.exchange(digest, request.headers.get("x-stainless-retry-count", "0") != "0")

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.sessions import server
 from recipe.atropos.sessions.server import session_key
 from recipe.atropos.sessions.session import Session
 from recipe.atropos.sessions.store import Store
@@ -106,6 +107,21 @@ def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by_
     assert reply.output_text == "12" and reply.status == "completed"
     sessions.check(opened)
     assert sessions.session(opened).summary()["rows"] == 1
+
+
+def test_session_instructions_of_a_response_are_its_own(sessions):
+    """As OpenAI's API has it: they do not carry over by ``previous_response_id``; a developer's message does."""
+    opened, previous = sessions.open(), None
+    client = sessions.openai(opened)
+    asked = [{"role": "developer", "content": "of the"}, {"role": "user", "content": "1 and 2"}]
+    for instructions in ("sum", "result: 12", None):
+        given = {} if instructions is None else {"instructions": instructions}
+        previous = client.responses.create(model="policy", input=asked, previous_response_id=previous, **given).id
+        asked = [{"role": "user", "content": "and"}]
+        prompt = sessions.policy.tokenizer.decode(sessions.policy.sampled[-1][0])
+        systems = [part.partition("<|im_end|>")[0] for part in prompt.split("<|im_start|>system\n")[1:]]
+        assert systems == [*given.values(), "of the"]
+    sessions.check(opened)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -368,6 +384,18 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
     assert len(sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["tokens"]) == 1
     assert sessions.call("POST", "/v1/messages", {**body, "max_tokens": 5}, opened["api_key"])[0] == 403
     assert opened["id"] not in sessions.server._sessions
+
+
+def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, monkeypatch):
+    monkeypatch.setattr(server, "_IN_MEMORY", 1)
+    opened, messages = sessions.open(), [{"role": "user", "content": "sum"}]
+    for _ in range(2):
+        reply = sessions.call("POST", "/v1/chat/completions", {"messages": messages}, opened["api_key"])[1]
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": "and"}]
+        sessions.open()
+        assert opened["id"] not in sessions.server._sessions
+    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["rows"] == 1
+    sessions.check(opened)
 
 
 @pytest.mark.parametrize(
