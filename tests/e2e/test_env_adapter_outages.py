@@ -98,11 +98,18 @@ class KeepsLimitEnv(NumberEnv):
                 self.config.batch_size = (await parse_http_response(answer))["batch_size"]
 
 
-async def test_environments_own_requests_have_the_apis_key(make, tmp_path, monkeypatch):
+class AsksAfterEnv(NumberEnv):
+    async def get_server_info(self):
+        await super().get_server_info()
+        await KeepsLimitEnv.get_server_info(self)
+
+
+@pytest.mark.parametrize("environment", [KeepsLimitEnv, AsksAfterEnv])
+async def test_environments_own_requests_have_the_apis_key(make, tmp_path, monkeypatch, environment):
     monkeypatch.setenv("ATROPOS_API_KEY", "secret")
     with running_trajectory_api(tmp_path, secret="secret") as service:
         ScriptedTrainer(f"{service.url}/secret", BATCH)
-        env = await registered(make(service.url, KeepsLimitEnv, batch_size=SIZE))
+        env = await registered(make(service.url, environment, batch_size=SIZE))
         assert env.config.batch_size == BATCH
         assert env.config.rollout_server_url == service.url, "the key is for no tracker and no log"
 

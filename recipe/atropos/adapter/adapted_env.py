@@ -58,7 +58,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     async def get_server_info(self) -> None:
         api = await self._api()
-        self.config.rollout_server_url = api.keyed_url  # an environment's own request sends no key
+        self.config.rollout_server_url = api.keyed_url  # an environment's own requests send no key
         try:
             await super().get_server_info()
         finally:

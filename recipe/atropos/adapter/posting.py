@@ -78,14 +78,14 @@ class Deadline:
         await asyncio.sleep(seconds)
 
 
-def check_sizes(config: BaseEnvConfig, max_token_len: int) -> None:
+def check_sizes(config: BaseEnvConfig, max_token_len: int, api_url: str) -> None:
     """Check an environment's group size and length (tokens) against what the trainer told the Trajectory API, its
     ``config.batch_size`` and ``max_token_len``; -1 means unknown, and passes.
 
     Raises:
         EnvironmentFailure: a group is larger than a batch, or sequences may be longer than the trainer accepts.
     """
-    group_size, batch_size, api_url = config.group_size, config.batch_size, config.rollout_server_url
+    group_size, batch_size = config.group_size, config.batch_size
     if 0 < batch_size < group_size:
         raise EnvironmentFailure(
             f"--env.group_size={group_size}: the trainer's batch has {batch_size} sequences (from {api_url}); give at "
@@ -202,13 +202,12 @@ class PostingEnv(BaseEnv):
             EnvironmentFailure: the environment's own sizes do not fit them.
         """
         api = await self._api()
-        self.config.rollout_server_url = api.url  # for messages, which show no key
         info = await api.call("GET", "/info")
         if info["batch_size"] != -1:
             self.config.batch_size = info["batch_size"]
         if info["max_token_len"] != -1:
             self.max_token_len = info["max_token_len"]
-        check_sizes(self.config, self.max_token_len)
+        check_sizes(self.config, self.max_token_len, api.url)
 
     async def get_status(self) -> None:
         """Get the API's status, and set how many items may be in flight."""

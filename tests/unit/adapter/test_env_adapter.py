@@ -414,7 +414,7 @@ def test_what_is_no_group_is_refused_by_name():
 def test_sizes_that_cannot_be_packed_name_flag_and_fix():
     def check(group_size, max_token_length, batch_size, max_token_len):
         sizes = {"group_size": group_size, "max_token_length": max_token_length, "batch_size": batch_size}
-        check_sizes(BaseEnvConfig(**sizes), max_token_len)
+        check_sizes(BaseEnvConfig(**sizes), max_token_len, "http://api:1")
 
     check(4, 100, 8, 100)
     check(3, 100, -1, -1)
