@@ -15,10 +15,11 @@ request names them all, so that no default of the model or the server applies; i
 training samples use the trainer's.
 """
 
+import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -252,7 +253,7 @@ async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs
     async with original(*args, **kwargs) as managed:
         if type(managed) is ManagedServer and isinstance(managed.server, SGLangServer):
             managed.__class__ = RecordingManagedServer
-            managed._calls, managed._ever = calls, {}
+            managed._calls, managed._ever, managed._extends = calls, {}, {}
             _unwrap_errors(managed, "chat_completion", "completion")
         yield managed
 
@@ -261,7 +262,7 @@ class RecordingManagedServer(ManagedServer):
     """Managed server whose nodes hold the sampled tokens of all turns; its answers and their number are unchanged.
 
     - A prompt extends the node with the longest text, else the longest tokens, that it begins with; of equal ones, one
-      not yet extended.
+      that no call has extended, nor is about to.
     - A node keeps the masks and logprobs of the one that it extends, after ``completion`` as after ``chat_completion``.
 
     Tree mode is not fixed: no environment's manager provides it.
@@ -269,18 +270,30 @@ class RecordingManagedServer(ManagedServer):
 
     _calls: Calls
     _ever: dict[int, list[tuple[SequenceNode, int]]]  # nodes and prefix lengths, by the prefix's hash
+    _extends: dict[
+        asyncio.Task, tuple[SequenceNode | None, int]
+    ]  # of each task's call the one of these that it extends
 
     def reset(self) -> None:
         super().reset()
         self._ever.clear()
 
     def _find_extending_node(self, input_text: str) -> SequenceNode | None:
-        return self._extended(self._compute_input_ids(input_text), self.current_nodes)[0]
+        current = {id(node) for node in self.current_nodes}
+        found = [one for one in self._begins(self._compute_input_ids(input_text)) if id(one[0]) in current]
+        best = max(found, key=lambda one: (one[1], self._is_free(one[0])), default=(None, 0))
+        self._extends[asyncio.current_task()] = best
+        return best[0]
+
+    def _is_free(self, node: SequenceNode) -> bool:
+        """Return whether no call of another task waits for its reply, by which it extends the node."""
+        others = [task for task, (one, _) in self._extends.items() if one is node and not task.done()]
+        return not {*others} - {asyncio.current_task()}
 
     def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None = None) -> list[int]:
         same_text = [node for node in self.current_nodes if input_text.startswith(node.full_text)]
         if same_text:
-            node = max(same_text, key=lambda node: len(node.full_text))
+            node = max(same_text, key=lambda node: (len(node.full_text), self._is_free(node)))
             keys, spans = keys_of(node.tokens).tolist(), trained_spans(node.masked_tokens)
             prefer = {keys[at] for _, end in spans for at in (end - 1, end)}  # the turn may have no end, or go on
         else:
@@ -288,23 +301,16 @@ class RecordingManagedServer(ManagedServer):
             prefer = {key for key, nodes in self._ever.items() if any(id(node) in current for node, _ in nodes)}
         return self._calls.restore_sampled(self.tokenizer, input_text, True, prefer)
 
-    def _extended(
-        self, ids: list[int], among: list[SequenceNode] | None = None
-    ) -> tuple[SequenceNode, int] | tuple[None, int]:
-        """Return the node that a prompt extends, and how many of its tokens the prompt has."""
+    def _begins(self, ids: list[int]) -> Iterator[tuple[SequenceNode, int]]:
+        """Yield the nodes that a prompt extends, and how many of its tokens each has, the longest first."""
         for key in reversed(keys_of(ids).tolist()):
-            for node, kept in self._ever.get(key, ()):
-                if among is None or any(node is one for one in among):
-                    return node, kept
-        return None, 0
+            yield from self._ever.get(key, ())
 
     def _create_sequence_node(self, *args: Any, **kwargs: Any) -> SequenceNode:
         node = super()._create_sequence_node(*args, **{**kwargs, "extending_node": None})
-        given = kwargs.get("extending_node")  # None from completion(); several nodes may have these tokens
-        for among in ([given] if given else [], self.current_nodes, None):
-            before, kept = self._extended(kwargs["prompt_tokens"], among)
-            if before is not None:
-                break
+        before, kept = self._extends[asyncio.current_task()]
+        if before is None:  # of the current nodes
+            before, kept = next(self._begins(kwargs["prompt_tokens"]), (None, 0))
         if before is not None:
             node.masked_tokens[:kept] = before.masked_tokens[:kept]
             node.logprobs[:kept] = before.logprobs[:kept]

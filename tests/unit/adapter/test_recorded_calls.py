@@ -1,5 +1,6 @@
 """How an environment's calls become requests to /generate, and their replies what is remembered: against a stub."""
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -222,58 +223,67 @@ def test_recorded_calls_have_their_servers_key_and_time():
     assert client_of(SimpleNamespace(config=config), 3.0).timeout == 3
 
 
-@pytest.mark.parametrize("how", ["chat", "text"])
-@pytest.mark.parametrize("second", [("ab",), ("a", "b")], ids=["one_text", "same_tokens"])
-async def test_recorded_calls_of_a_managed_server_extend_its_nodes(env, stub, tokenizer, how, second):
-    """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once, in order."""
-    way_1, way_2 = ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, *second, END)
-    stub.replies = [reply(way_1, "ab", first=-0.1), reply(way_2, "ab", first=-0.2)]
-    stub.replies += [
-        reply(ids_of(tokenizer, text, END), text, first=first) for text, first in (("c", -0.3), ("d", -0.4))
-    ]
+@pytest.fixture
+async def managed(env):
     async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-        later = [*GO, {"role": "assistant", "content": "ab"}, *GO]
+        yield managed
 
-        async def turn(messages, **kwargs):
-            if how == "chat":
-                return await managed.chat_completion(messages=messages, max_tokens=9, **kwargs)
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            return await managed.completion(prompt=text, max_tokens=9, **kwargs)
 
-        await turn(GO, n=2)
-        await turn(later)
-        await turn(later)
-        nodes = managed.get_state()["nodes"]
-        tokens = [*nodes[0].tokens]
-        assert managed._extended(tokens) == (nodes[0], len(tokens))
-        assert managed._extended(tokens, [nodes[0]]) == (nodes[0], len(tokens))
-        assert managed._extended(tokens, []) == (None, 0)
-        managed.reset()
-        assert not managed.get_state()["nodes"] and managed._extended([*nodes[0].tokens]) == (None, 0)
-    assert len(nodes) == 2
-    prompt = chat(tokenizer, "go")
-    for node, way, last, first in zip(nodes, (way_1, way_2), "cd", (-0.1, -0.2), strict=True):
+def turn(managed, how, messages, **kwargs):
+    if how == "chat":
+        return managed.chat_completion(messages=messages, max_tokens=9, **kwargs)
+    text = managed.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return managed.completion(prompt=text, max_tokens=9, **kwargs)
+
+
+LATER = [*GO, {"role": "assistant", "content": "ab"}, *GO]
+TWO_WAYS = [("ab",), ("a", "b")]
+
+
+@pytest.mark.parametrize("how", ["chat", "text"])
+@pytest.mark.parametrize("second", TWO_WAYS, ids=["one_text", "same_tokens"])
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_recorded_calls_of_a_managed_server_extend_its_nodes(managed, stub, tokenizer, how, second, at_once):
+    """The longest node that a prompt goes on from, as it was sampled; of two with one text, each once, in order."""
+    ways = [ids_of(tokenizer, "a", "b", END), ids_of(tokenizer, *second, END)]
+    stub.replies = [reply(way, "ab", first=first) for way, first in zip(ways, (-0.1, -0.2), strict=True)]
+    firsts = {"c": -0.3, "d": -0.4}
+    stub.replies += [reply(ids_of(tokenizer, text, END), text, first=first) for text, first in firsts.items()]
+    await turn(managed, how, GO, n=2)
+    later = [turn(managed, how, LATER) for _ in range(2)]
+    answers = await asyncio.gather(*later) if at_once else [await one for one in later]
+    said = [getattr(choice, "text", None) or choice.message.content for [choice] in (each.choices for each in answers)]
+    nodes, prompt = managed.get_state()["nodes"], chat(tokenizer, "go")
+    assert len(nodes) == 2 and sorted(said) == ["c", "d"]
+    for node, way, last, first in zip(nodes, ways, said, (-0.1, -0.2), strict=True):
         reply_at, size = len(prompt), len(way)
         assert node.tokens[:reply_at] == prompt and node.tokens[reply_at : reply_at + size] == way
         assert node.tokens[-2:] == ids_of(tokenizer, last, END)
         trained = [token for token in node.masked_tokens if token != I]
         assert trained == way + ids_of(tokenizer, last, END)
-        assert node.logprobs[reply_at] == first and node.logprobs[-2] == {"c": -0.3, "d": -0.4}[last]
+        assert node.logprobs[reply_at] == first and node.logprobs[-2] == firsts[last]
         assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
 
 
-async def test_managed_server_tells_replies_by_their_white_space(env, stub, tokenizer):
+async def test_managed_server_forgets_its_nodes(managed, stub, tokenizer):
+    stub.replies = two(tokenizer)[:1] * 2
+    await turn(managed, "chat", GO)
+    managed.reset()
+    assert not managed.get_state()["nodes"]
+    await turn(managed, "chat", LATER)
+    [node] = managed.get_state()["nodes"]
+    assert [token for token in node.masked_tokens if token != I] == ids_of(tokenizer, "a", "b", END)
+
+
+async def test_managed_server_tells_replies_by_their_white_space(managed, stub, tokenizer):
     """Else a later turn, and its score, would go to the other conversation, which waits for its next turn."""
     replies = [("\n", "ab"), ("ab", "\n"), ("c",), ("d",)]
     stub.replies = [reply(ids_of(tokenizer, *parts, END), "".join(parts)) for parts in replies]
-    async with env.server.managed_server(tokenizer=env.tokenizer) as managed:
-        await managed.chat_completion(messages=GO, n=2, max_tokens=9)
-        messages = [*GO, {"role": "assistant", "content": "ab\n"}, *GO]
-        await managed.chat_completion(messages=messages, max_tokens=9)
-        messages += [{"role": "assistant", "content": "c"}, *GO]
-        await managed.chat_completion(messages=messages, max_tokens=9)
-        nodes = managed.get_state()["nodes"]
-    trained = [[token for token in node.masked_tokens if token != I] for node in nodes]
+    await turn(managed, "chat", GO, n=2)
+    messages = [*GO, {"role": "assistant", "content": "ab\n"}, *GO]
+    await turn(managed, "chat", messages)
+    await turn(managed, "chat", [*messages, {"role": "assistant", "content": "c"}, *GO])
+    trained = [[token for token in node.masked_tokens if token != I] for node in managed.get_state()["nodes"]]
     assert trained == [ids_of(tokenizer, "\n", "ab", END), ids_of(tokenizer, "ab", "\n", END, "c", END, "d", END)]
 
 
