@@ -187,7 +187,11 @@ def restore_group(
         rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counted))
     if not any(row.replies for row in rows):
         reason = Reason.PARTIAL_REPLY if Reason.PARTIAL_REPLY in events else Reason.NOT_SAMPLED
-        raise RefusedGroup(reason, f"no whole reply is known for any trained token of {len(rows)} sequences")
+        raise RefusedGroup(
+            reason,
+            f"none of its {len(rows)} sequences has a whole reply of an SGLang server of the environment; text of "
+            "other origin, such as a data set's answers, is not trained on",
+        )
     group["tokens"] = [row.tokens for row in rows]
     group["masks"] = [row.masks for row in rows]
     group["inference_logprobs"] = [row.logprobs for row in rows]

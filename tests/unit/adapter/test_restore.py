@@ -43,6 +43,7 @@ def test_restore_refuses_a_group_that_nobody_sampled(drifting_model, caplog):
     assert env.report.counts["not_sampled"] == 3
     assert posted(env, unsampled := env.group(rows[1:] + rows[1:2])) is None
     assert env.report.counts["not_sent/not_sampled"] == 1
+    assert "none of its 4 sequences has a whole reply of an SGLang server" in caplog.text
     assert len(posted(env, [env.group(rows), unsampled, None])) == 1
     assert env.report.counts["not_sent/not_sampled"] == 2
     for number, masks in enumerate((gold[1:], [*gold, I]), 1):
