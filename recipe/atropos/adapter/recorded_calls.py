@@ -42,6 +42,7 @@ from recipe.atropos.inference.sampled import SampledReply, read_reply
 ATTEMPTS = 5
 
 _SPLIT: ContextVar[str] = ContextVar("split", default="train")
+MESSAGES: ContextVar[list[dict[str, Any]] | None] = ContextVar("messages", default=None)  # of the current call, if any
 _SAME = (
     "n temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty stop stop_token_ids"
     " stop_regex max_new_tokens min_new_tokens json_schema regex ebnf structural_tag ignore_eos skip_special_tokens"
@@ -238,14 +239,18 @@ def _unwrap_errors(target: Any, *names: str) -> None:
 
 
 async def _called(call: Callable[..., Awaitable[Any]], **kwargs: Any) -> Any:
-    """Call with the split stored, since atroposlib's manager removes it; raise the cause instead of a RetryError."""
-    token = _SPLIT.set(kwargs.get("split", _SPLIT.get()))
+    """Call; raise the cause of a RetryError. The split is stored, since atroposlib's manager removes it, and
+    so are the messages, since a managed server passes on only the prompt that it renders of them.
+    """
+    split = _SPLIT.set(kwargs.get("split", _SPLIT.get()))
+    messages = MESSAGES.set(kwargs.get("messages", MESSAGES.get()))
     try:
         return await call(**kwargs)
     except RetryError as error:
         raise cause_of(error) from None
     finally:
-        _SPLIT.reset(token)
+        _SPLIT.reset(split)
+        MESSAGES.reset(messages)
 
 
 @contextlib.asynccontextmanager
@@ -254,7 +259,7 @@ async def _managed_server(original: Callable, calls: Calls, *args: Any, **kwargs
         if type(managed) is ManagedServer and isinstance(managed.server, SGLangServer):
             managed.__class__ = RecordingManagedServer
             managed._calls, managed._ever, managed._extends = calls, {}, {}
-            _unwrap_errors(managed, "chat_completion", "completion")
+        _unwrap_errors(managed, "chat_completion", "completion")
         yield managed
 
 

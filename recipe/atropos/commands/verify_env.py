@@ -8,7 +8,6 @@
 
 import argparse
 import asyncio
-import functools
 import logging
 import os
 import time
@@ -28,11 +27,11 @@ from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
+from recipe.atropos.adapter.recorded_calls import MESSAGES
 from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_spans
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.gem.outer_policy import MESSAGES, remember_messages, watch_managed_calls
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply
@@ -166,9 +165,6 @@ def _record_calls(env: BaseEnv) -> list[Exchange]:
             exchange.seconds = time.monotonic() - begun
 
     env._calls.sample = record
-    watch_managed_calls(env.server, remember_messages)
-    for server in env.server.servers:
-        server.chat_completion = functools.partial(remember_messages, server.chat_completion)
     return exchanges
 
 

@@ -11,9 +11,8 @@
 
 import asyncio
 import contextlib
-import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServer
 from openai.types.chat import ChatCompletion
 from openai.types.completion import Completion
 
-from recipe.atropos.adapter.recorded_calls import openai_response
+from recipe.atropos.adapter.recorded_calls import MESSAGES, openai_response
 from recipe.atropos.adapter.shaping import recorded
 
 Messages = list[dict[str, Any]]
@@ -177,33 +176,6 @@ class Episode:
 
 
 _EPISODE: ContextVar[Episode | None] = ContextVar("episode", default=None)  # whose rollout, or task of it, is calling
-MESSAGES: ContextVar[Messages | None] = ContextVar("messages", default=None)  # of the current call
-
-
-def watch_managed_calls(manager: Any, watch: Callable[..., Awaitable[Any]]) -> None:
-    """Route every call of a ``ServerManager``'s managed servers through ``watch(call, **arguments)``.
-
-    A managed server renders the messages to a prompt, and passes only that on to the server behind it.
-    """
-    managed_server = manager.managed_server
-
-    @contextlib.asynccontextmanager
-    async def watched(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async with managed_server(*args, **kwargs) as managed:
-            for name in ("chat_completion", "completion"):
-                setattr(managed, name, functools.partial(watch, getattr(managed, name)))
-            yield managed
-
-    manager.managed_server = watched
-
-
-async def remember_messages(call: Callable[..., Awaitable[Any]], **arguments: Any) -> Any:
-    """Make a call with its messages as ``MESSAGES``, where the server that gets only a prompt finds them."""
-    token = MESSAGES.set(arguments.get("messages"))
-    try:
-        return await call(**arguments)
-    finally:
-        MESSAGES.reset(token)
 
 
 class OuterPolicyServer(APIServer):

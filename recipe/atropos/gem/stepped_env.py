@@ -23,7 +23,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.adapter.shaping import record_groups
-from recipe.atropos.gem.outer_policy import Episode, OuterPolicyServer, remember_messages, watch_managed_calls
+from recipe.atropos.gem.outer_policy import Episode, OuterPolicyServer
 from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,6 @@ class SteppedEnvironment:
         self.base = environment(config=config, server_configs=[server], slurm=False, testing=False)  # as its cli does
         for server in self.base.server.servers:
             server.tokenizer = self.base.tokenizer
-        watch_managed_calls(self.base.server, remember_messages)
         self._thread = _loop_thread()
         self._lock = threading.Lock()
         self._is_set_up = False
