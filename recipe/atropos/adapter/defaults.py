@@ -11,22 +11,21 @@ server that does not answer:
 - an environment serves until it is stopped, not for BaseEnv's 1,000 steps: a longer run would wait for it in vain.
 """
 
-import contextlib
+import asyncio
 import functools
-import json
 import os
 import socket
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from recipe.atropos.adapter.recorded_calls import client_of
 from recipe.atropos.config.env_specs import NO_STEP_LIMIT
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.wandb_login import wandb_login
 
@@ -106,25 +105,27 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
     Raises:
         WrongKey: the server answers 401 or 403.
     """
-    url = f"{base_url.removesuffix('/').removesuffix('/v1')}/model_info"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    parts = urlsplit(url)
-    with contextlib.suppress(OSError, ValueError):
+    parts = urlsplit(base_url)
+    try:
         socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_ANSWER_SECONDS) as reply:
-                info = json.loads(reply.read())
-        except urllib.error.HTTPError as error:
-            if error.code in (401, 403):
-                raise WrongKey(
-                    f"{url} answers HTTP {error.code}: give the run's key as {API_KEY_VARIABLE}, or as "
-                    f"--openai.api_key. A launcher that is given none makes its own: set {API_KEY_VARIABLE} before "
-                    "both starts, or start the launcher with environment.target=null, and it shows how to join"
-                ) from None
-            return None
-        if model := info.get("model_path"):
-            return model, info.get("tokenizer_path") or model
-    return None
+        info = asyncio.run(_model_info(APIServerConfig(base_url=base_url, api_key=api_key)))
+    except InferenceError as error:
+        if error.status in (401, 403):
+            raise WrongKey(
+                f"{error.url}/model_info answers HTTP {error.status}: give the run's key as {API_KEY_VARIABLE}, or as "
+                f"--openai.api_key. A launcher that is given none makes its own: set {API_KEY_VARIABLE} before "
+                "both starts, or start the launcher with environment.target=null, and it shows how to join"
+            ) from None
+        return None
+    except (OSError, ValueError):
+        return None
+    model = info.get("model_path") if isinstance(info, dict) else None  # else another program's page
+    return model and (model, info.get("tokenizer_path") or model)
+
+
+async def _model_info(server: APIServerConfig) -> dict[str, Any]:
+    async with client_of(server, _ANSWER_SECONDS) as client:
+        return await client.model_info()
 
 
 @functools.cache

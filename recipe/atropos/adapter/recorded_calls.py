@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import ManagedServer, SequenceNode
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from openai.types.chat import ChatCompletion
@@ -112,7 +113,7 @@ class Calls:
         Raises:
             InferenceError: the request failed; names the server. atroposlib retries such a call.
         """
-        client = client_of(server, timeout)
+        client = client_of(server.config, timeout)
         cache, prompt = self.cache, np.array(ids, np.int32)
         sampling = SamplingParams.from_request(params := self.with_temperature(params))
         params = {**params, **sampling.request()}
@@ -191,7 +192,7 @@ class Calls:
             answer = await plain(**{**kwargs, "n": missing})
             return [choice for choice in answer.choices if choice.finish_reason != "abort"]
 
-        answer.choices = await self._whole(request, n, client_of(server).url, f"/v1 with {why}")
+        answer.choices = await self._whole(request, n, client_of(server.config).url, f"/v1 with {why}")
         for index, choice in enumerate(answer.choices):
             choice.index = index
         return answer
@@ -216,10 +217,10 @@ def sglang_servers(manager: Any) -> list[SGLangServer]:
     return [server for server in manager.servers if isinstance(server, SGLangServer)]
 
 
-def client_of(server: SGLangServer, timeout: float | None = None) -> SGLangClient:
+def client_of(server: APIServerConfig, timeout: float | None = None) -> SGLangClient:
     """Return a client of the server; ``timeout`` of a call in s, None for the server's."""
-    url = server.config.base_url.removesuffix("/").removesuffix("/v1")
-    return SGLangClient(url, server.config.api_key or None, timeout or server.config.timeout)
+    url = server.base_url.removesuffix("/").removesuffix("/v1")
+    return SGLangClient(url, server.api_key or None, timeout or server.timeout)
 
 
 def cause_of(error: BaseException) -> BaseException:

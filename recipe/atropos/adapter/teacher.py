@@ -80,7 +80,7 @@ async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int
     Raises:
         InferenceError: the request failed; names the server. atroposlib retries such a call.
     """
-    async with client_of(server) as client:
+    async with client_of(server.config) as client:
         reply = await client.generate(
             input_ids=list(input_ids),
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},

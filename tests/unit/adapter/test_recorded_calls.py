@@ -217,10 +217,10 @@ async def test_recorded_calls_give_up_and_name_the_server(env, stub):
 
 def test_recorded_calls_have_their_servers_key_and_time():
     config = APIServerConfig(base_url="http://server:1/v1", api_key="key", timeout=7)
-    client = client_of(SimpleNamespace(config=config))
+    client = client_of(config)
     assert client.url == "http://server:1" and client.timeout == 7
     assert client._headers["Authorization"] == "Bearer key"
-    assert client_of(SimpleNamespace(config=config), 3.0).timeout == 3
+    assert client_of(config, 3.0).timeout == 3
 
 
 @pytest.fixture
