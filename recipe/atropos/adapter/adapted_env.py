@@ -9,8 +9,10 @@
 - A group that is dropped on the way is counted by reason, as ``not_sent/REASON``.
 """
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
@@ -127,17 +129,22 @@ class AdaptedEnv(CommandLine, Lifecycle):
         if not do_send_to_api:
             self.report.count("groups_written", len(ready))
 
-    async def _shape(self, group: dict[str, Any]) -> None:
-        if self.reward_bridge is None:
-            return
-        drop_equal = self.config.ensure_scores_are_not_same
+    @contextlib.contextmanager
+    def _ends_on_failure(self) -> Iterator[None]:
+        """End the environment if the block fails, as each of its groups would; of its own values too."""
         try:
-            await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
+            yield
         except RefusedGroup:
             raise
         except Exception as error:
             self._failure = error
             raise
+
+    async def _shape(self, group: dict[str, Any]) -> None:
+        if self.reward_bridge is not None:
+            drop_equal = self.config.ensure_scores_are_not_same
+            with self._ends_on_failure():
+                await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
 
     def _restore(self, group: dict[str, Any]) -> None:
         if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled
@@ -145,18 +152,11 @@ class AdaptedEnv(CommandLine, Lifecycle):
         restore_group(self._calls.caches["train"], group, self.report.count, self.config.wandb_name)
 
     def _credit(self, group: dict[str, Any], item: Any) -> None:
-        if self.adapter_settings.credit is None:
-            if any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
-                self._failure = CreditError(
-                    "the environment sends branches: give environment.credit, which compares them"
-                )
-                raise self._failure
-            return
-        try:
-            add_credit(group, self.adapter_settings.credit, self.tokenizer, item)
-        except Exception as error:  # of the environment's own values too: it would send nothing
-            self._failure = error
-            raise
+        with self._ends_on_failure():
+            if self.adapter_settings.credit is not None:
+                add_credit(group, self.adapter_settings.credit, self.tokenizer, item)
+            elif any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
+                raise CreditError("the environment sends branches: give environment.credit, which compares them")
 
     # ------------------------------------------------------------------ wandb
 

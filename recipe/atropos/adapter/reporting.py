@@ -78,19 +78,18 @@ class EnvReport:
 
     def fail(self, error: BaseException) -> None:
         """Count a failed item as ``failed/EXCEPTION``."""
-        name = f"failed/{type(error).__name__}"
-        self._count_as(name, name, repr(error))
+        self._count_as(f"failed/{type(error).__name__}", repr(error))
 
     def refuse(self, reason: str, detail: str) -> None:
         """Count a group that is not sent as ``not_sent/REASON``; warn about the first one of each reason."""
         first = not self.counts[f"not_sent/{reason}"]
-        self._count_as(f"not_sent/{reason}", reason, f"{reason}: {detail}")
+        self._count_as(f"not_sent/{reason}", f"{reason}: {detail}")
         logger.log(logging.WARNING if first else logging.DEBUG, "%s: group not sent, %s: %s", self.name, reason, detail)
 
-    def _count_as(self, name: str, reason: str, detail: str) -> None:
+    def _count_as(self, name: str, detail: str) -> None:
         self.count(name)
         if (place := PLACE.get()) is not None:
-            place.reason, place.detail = reason, detail
+            place.reason, place.detail = name.removeprefix("not_sent/"), detail
 
     def poll(self, step: int) -> None:
         """Write a line if one is due, and log when nothing is sent; to be called about once per second."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 from atroposlib.envs import base
 
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError
+from recipe.atropos.credit.group import has_advantages
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
@@ -120,7 +120,7 @@ def check_literals(bridge: RewardBridge, tokenizer: Any) -> None:
 
 def check_no_advantages(group: Mapping[str, Any], name: str) -> None:
     """Raise RewardBridgeError if the group of environment ``name`` has per-token advantages."""
-    if any(values is not None and np.size(values) for values in group.get("advantages") or ()):
+    if has_advantages(group):
         raise RewardBridgeError(
             f"environment {name} sends advantages of its own for each token, which are trained on "
             f"instead of scores, so {KEY} has no effect there; leave it out"

@@ -25,11 +25,6 @@ from recipe.atropos.data.scored_group import FLOATS, ScoredGroup, trajectory_num
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-def to_json(value: Any) -> bytes:
-    """Return JSON of plain and numeric-library values, with NaN as null. Raise TypeError, naming any other type."""
-    return orjson.dumps(value, default=_plain, option=_OPTIONS)
-
-
 def _plain(value: Any) -> Any:
     for method in ("tolist", "model_dump"):  # torch, and NumPy arrays that orjson does not support; pydantic
         if hasattr(value, method):
@@ -53,7 +48,7 @@ def validated(group: Any) -> dict[str, Any]:
     if not isinstance(group, dict):
         raise RefusedGroup(Reason.MALFORMED, f"a group is a dict, not {type(group).__name__}: {str(group)[:100]}")
     try:
-        plain = orjson.loads(to_json(group))
+        plain = orjson.loads(orjson.dumps(group, default=_plain, option=_OPTIONS))  # NaN becomes None
     except TypeError as error:
         raise RefusedGroup(Reason.MALFORMED, str(error)) from error
     if isinstance(plain.get("scores"), list) and None in plain["scores"]:  # NaN before, or infinite

@@ -137,16 +137,12 @@ class SingleTurnEnv(ItemsEnv):
 
     def eval_items(self) -> Sequence[Problem]:
         """Return the held-out problems. Raises ValueError if none leaves room for an answer."""
-        return self._with_room(self.test)
-
-    def _with_room(self, problems: Sequence[Problem]) -> list[Problem]:
-        fit = [problem for problem in problems if self.answer_tokens(self.messages(problem)) > 0]
-        limit = f"--env.max_token_length={self.config.max_token_length}"
+        fit = [problem for problem in self.test if self.answer_tokens(self.messages(problem)) > 0]
+        total, limit = len(self.test), f"--env.max_token_length={self.config.max_token_length}"
         if not fit:
-            raise ValueError(f"none of the {len(problems)} held-out problems leaves room for an answer in {limit}")
-        if len(fit) < len(problems):
-            missing = len(problems) - len(fit)
-            logger.warning("%d of %d held-out problems leave no room in %s", missing, len(problems), limit)
+            raise ValueError(f"none of the {total} held-out problems leaves room for an answer in {limit}")
+        if len(fit) < total:
+            logger.warning("%d of %d held-out problems leave no room in %s", total - len(fit), total, limit)
         return fit
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import re
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,7 +48,7 @@ ROWS = [HUMANEVAL, MBPP, SANITIZED]
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(workers=1) as sandbox:
+    with closing(Sandbox(workers=1)) as sandbox:
         yield sandbox
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -27,7 +28,8 @@ SOURCE = Path(runner.__file__).parent
 def sandbox():
     os.environ["CODE_TEST_KEY"] = KEY  # the workers start with it in their parent's environment
     try:
-        with Sandbox(LIMITS, workers=1) as sandbox:
+        with closing(Sandbox(LIMITS, workers=1)) as sandbox:
+            sandbox.start()
             yield sandbox
     finally:
         del os.environ["CODE_TEST_KEY"]
@@ -170,7 +172,7 @@ def test_sandbox_hostile_answer_fails_and_leaves_nothing(sandbox, name):
 
 def test_code_environment_endless_answers_time_out(sandbox):
     limits, started = Limits(cpu_seconds=1, wall_seconds=2.5), time.monotonic()
-    with Sandbox(limits, workers=len(ENDLESS)) as several, ThreadPoolExecutor(len(ENDLESS)) as pool:
+    with closing(Sandbox(limits, workers=len(ENDLESS))) as several, ThreadPoolExecutor(len(ENDLESS)) as pool:
         found = dict(zip(ENDLESS, pool.map(lambda program: checked(several, program), ENDLESS.values()), strict=True))
     assert {verdict[1] for verdict in found.values()} <= {"timeout", "ended"} and len(found) == 6
     assert found["endless loop"] == found["endless sleep"] == (False, "timeout")
@@ -327,7 +329,7 @@ def test_code_environment_refuses_where_isolation_fails(tmp_path, monkeypatch, o
         Sandbox(workers=1).start()
     assert str(refusal.value).startswith(f"answers cannot be isolated here ({platform.machine()}: {reason}")
     assert "--env.isolation=none" in str(refusal.value)
-    with Sandbox(isolation="none", workers=1) as trusting:
+    with closing(Sandbox(isolation="none", workers=1)) as trusting:
         assert checked(trusting, "def f(): return 42") == (True, "passed")
 
 

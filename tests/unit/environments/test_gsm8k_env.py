@@ -104,7 +104,7 @@ def test_gsm8k_leaves_out_problems_without_room_for_an_answer(env, caplog):
     prompt = env.tokenizer.apply_chat_template(env.messages(room[0]), tokenize=False, add_generation_prompt=True)
     around = len(env.tokenizer.encode(prompt)) - len(env.tokenizer.encode(room[0]["question"]))
     env.config.max_token_length = longest + around + 1
-    assert env._with_room(env.test) == room and "leave no room in --env.max_token_length" in caplog.text
+    assert env.eval_items() == room and "leave no room in --env.max_token_length" in caplog.text
     env.config.max_token_length = 5
     with pytest.raises(ValueError, match="none of the 20 held-out problems leaves room.*--env.max_token_length=5"):
-        env._with_room(env.test)
+        env.eval_items()

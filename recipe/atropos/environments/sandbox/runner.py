@@ -24,7 +24,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 from recipe.atropos.errors import EnvironmentFailure
 
@@ -141,13 +141,6 @@ class Sandbox:
             if worker is not None:
                 worker.close()
             self._idle.put(None)
-
-    def __enter__(self) -> "Sandbox":
-        self.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 class _Worker:
