@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.sampled import make_drifting_model
+from helpers.sampled import chat, make_drifting_model
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item
 
 
@@ -21,3 +21,8 @@ def tokenizer(drifting_model):
 def cache(tokenizer):
     ITEM.set(Item())
     return CompletionCache(tokenizer)
+
+
+@pytest.fixture
+def prompt(tokenizer):
+    return chat(tokenizer, "go")

@@ -13,8 +13,7 @@ from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item,
 from recipe.atropos.adapter.token_keys import key_of, keys_of
 
 
-def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer, prompt):
     one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
     second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
     assert second == ids_of(tokenizer, *prompt, *one.tokens.tolist(), "\n<|im_start|>user\nnext<|im_end|>\n") + ids_of(
@@ -35,9 +34,8 @@ def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
 
 
 @pytest.mark.parametrize("last", [[END], []], ids=["ended", "cut at a length"])
-def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
+def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer, prompt):
     """Also where the posted text has one token for the end of a reply and what the environment puts behind it."""
-    prompt = chat(tokenizer, "go")
     one = sampled(cache, prompt, "b", "a", END)
     second = cache.restore_sampled(ids_of(tokenizer, *prompt, "baa-"))
     two = sampled(cache, second, "c", "d", *last)
@@ -53,8 +51,7 @@ def test_several_replies_within_one_turn_are_all_found(last, cache, tokenizer):
     assert set(values) == {2.0} and len(row.tokens) == len(row.logprobs) == len(row.masks)
 
 
-def test_cache_finds_one_reply_for_prompt_and_posted_sequence(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_cache_finds_one_reply_for_prompt_and_posted_sequence(cache, tokenizer, prompt):
     sampled(cache, prompt, "a", "bc", END)
     sampled(cache, prompt, "a", "b", "c", END)
     second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
@@ -69,8 +66,7 @@ def test_cache_finds_one_reply_for_prompt_and_posted_sequence(cache, tokenizer):
                 piece.completion.posted += 1
 
 
-def test_replies_of_one_text_are_each_posted_once(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_replies_of_one_text_are_each_posted_once(cache, tokenizer, prompt):
     ways = [sampled(cache, prompt, *way, END) for way in (("a", "b", "c"), ("a", "bc"))]
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     found = [restored(cache, posted, len(prompt))[0] for _ in ways]
@@ -79,9 +75,8 @@ def test_replies_of_one_text_are_each_posted_once(cache, tokenizer):
     assert [way.posted for way in ways] == [1, 1]
 
 
-def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
+def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer, prompt):
     """As where temperatures differ: whichever was sampled first, or has been posted."""
-    prompt = chat(tokenizer, "go")
     replies = {first: sampled(cache, prompt, "ab", END, first=first) for first in (-0.1, -0.2, -0.3)}
     replies[-0.1].continued = True
     posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
@@ -93,8 +88,7 @@ def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer):
         assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
 
 
-def test_cache_prefers_replies_of_the_same_item(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_cache_prefers_replies_of_the_same_item(cache, tokenizer, prompt):
     sampled(cache, prompt, "ab", END, first=-0.1)
     ITEM.set(Item())
     sampled(cache, prompt, "ab", END, first=-0.2)
@@ -138,8 +132,7 @@ async def test_items_in_flight_together_post_each_their_own_replies(drifting_mod
         ("ba de", []),  # changed
     ],
 )
-def test_what_an_environment_does_to_a_reply(posted, kept, cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_what_an_environment_does_to_a_reply(posted, kept, cache, tokenizer, prompt):
     way = ("ab",) if posted == "ab" else ("a", "b")
     sampled(cache, prompt, *way, " ", "d", "e", END)
     tokens = chat(tokenizer, "go", posted, add_generation_prompt=False)
@@ -153,9 +146,8 @@ def test_what_an_environment_does_to_a_reply(posted, kept, cache, tokenizer):
     assert (END, END) not in set(itertools.pairwise(row.tokens))
 
 
-def test_promises_reply_with_other_white_space_is_found(cache, tokenizer):
+def test_promises_reply_with_other_white_space_is_found(cache, tokenizer, prompt):
     """As where an environment writes the JSON of a tool call anew, in its next prompt and in what it posts."""
-    prompt = chat(tokenizer, "go")
     one = sampled(cache, prompt, "a", " ", "b", " ", "c", END)
     other = sampled(cache, prompt, "a", "b", "c", END)
     for written, reply in (("a b\nc", one), ("abc", other), ("ab c", one)):
@@ -193,8 +185,7 @@ def test_cache_finds_a_reply_beside_text_in_another_context(first, last, cache, 
 
 
 @pytest.mark.parametrize("before", ["", "another prompt "])
-def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer, prompt):
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = ids_of(tokenizer, before, "abc")
     masks = [I] * len(before) + [1, 1]
@@ -208,8 +199,7 @@ def test_restore_puts_back_the_prompt_of_a_moved_reply(before, cache, tokenizer)
 
 
 @pytest.mark.parametrize("behind", ["", "!"])
-def test_a_later_reply_in_another_context_stays_there(behind, cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_a_later_reply_in_another_context_stays_there(behind, cache, tokenizer, prompt):
     one = sampled(cache, prompt, "a", "b", END)
     two = sampled(cache, ids_of(tokenizer, "another"), "d", "e", END)
     posted = chat(tokenizer, "go", "ab", "next", "de" + behind, add_generation_prompt=False)
@@ -222,8 +212,7 @@ def test_a_later_reply_in_another_context_stays_there(behind, cache, tokenizer):
     assert tokenizer.decode(row.tokens) == tokenizer.decode(posted), "nothing is lost or written twice"
 
 
-def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer, prompt):
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     size = len(posted)
@@ -236,9 +225,8 @@ def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer)
         assert counts["not_aligned"] == 1
 
 
-def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer):
+def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer, prompt):
     """Of a reply that was encoded again the mask of the end of its turn is the end's alone, not its content's."""
-    prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     content = posted[len(prompt) : posted.index(END, len(prompt))]
@@ -248,9 +236,8 @@ def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer)
 
 
 @pytest.mark.parametrize(("text", "untrained", "not_sampled"), [("abcd", 2, 1), ("abc!", 3, 0)])
-def test_sampled_replies_are_told_from_text_behind_them(text, untrained, not_sampled, cache, tokenizer):
+def test_sampled_replies_are_told_from_text_behind_them(text, untrained, not_sampled, cache, tokenizer, prompt):
     """Also where that has no token of its own: "abcd" is "ab" and "cd", and "d" counts as trained as "cd" is."""
-    prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", text, add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) : -untrained] + [I] * untrained
@@ -260,9 +247,8 @@ def test_sampled_replies_are_told_from_text_behind_them(text, untrained, not_sam
     assert counts == Counter(retokenized=1, not_sampled=not_sampled)
 
 
-def test_sampled_prompts_that_end_within_a_turn_stay_open(cache, tokenizer):
+def test_sampled_prompts_that_end_within_a_turn_stay_open(cache, tokenizer, prompt):
     """Also where the tokenizer puts a token before each text: nothing is put before what follows the reply."""
-    prompt = chat(tokenizer, "go")
     sampled(cache, prompt, "a", "b", END)
     cache.tokenizer = with_bos(tokenizer)
     assert cache.restore_sampled(ids_of(tokenizer, *prompt, "abe!")) == ids_of(tokenizer, *prompt, "a", "b", "e!")
@@ -281,8 +267,7 @@ def test_sampled_replies_are_preferred_for_the_tokens_kept(cache, tokenizer):
         assert cache.restore_sampled(ids_of(tokenizer, "Q:ab"), {key_of(ended), key_of(other)}) == ended
 
 
-def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer, prompt):
     sampled(cache, prompt, "a", END)
     sampled(cache, prompt, "a", "d", END)
     whole = sampled(cache, prompt, "a", "b", "c", END)
@@ -298,8 +283,7 @@ def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer):
     assert sampled_by_another.posted == 0 and set(row.masks) == {I} and counts == {"not_sampled": 1}
 
 
-def test_sampled_text_is_taken_whole_and_the_longest_of_it(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_sampled_text_is_taken_whole_and_the_longest_of_it(cache, tokenizer, prompt):
     sampled(cache, prompt, "a", "b", "|", text="ab")  # the server left its stop string out, the environment did not
     assert cache.restore_sampled(ids_of(tokenizer, *prompt, "ab|e!")) == ids_of(tokenizer, *prompt, "a", "b", "|", "e!")
     rest = cache.trace(ids_of(tokenizer, *prompt, "ab", "|", "e"))[-1]
@@ -377,8 +361,7 @@ def test_restore_counts_unsampled_text_within_a_turn(cache):
         assert counts["not_sampled"] == expected, "of what was put in, and of the last, where they are trained on"
 
 
-def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer):
-    prompt = chat(tokenizer, "go")
+def test_logprobs_are_those_of_the_reply_and_others_are_counted(cache, tokenizer, prompt):
     sampled(cache, prompt, "ab", "ab", END, first=-0.5)
     posted = chat(tokenizer, "go", "abab", add_generation_prompt=False)
     row, counts = restored(cache, posted, len(prompt), [1.0] * len(prompt) + [-0.7, 1.0, float("nan"), 1.0])

@@ -34,8 +34,13 @@ WHOLE = """
 
 
 @pytest.fixture
-def model(model_path):
-    return str(model_path)
+def run(model_path, tmp_path):
+    """(exit status, output) of the adapter's command with these flags, of ``SaidEnv`` by default."""
+
+    def run(*flags, command="serve", env=SAID, **variables):
+        return run_adapter(tmp_path, command, "--env", env, *flags, MODEL=str(model_path), **variables)
+
+    return run
 
 
 # ---------------------------------------------------------------------- targets
@@ -162,9 +167,8 @@ FLAGS = ["--openai.base_url=http://given:9/v1", "--openai.server_type", "sglang"
 
 @pytest.mark.parametrize("command", ["serve", "evaluate", "process"])
 @pytest.mark.parametrize("servers", ["one", "list", "two", "baseline"])
-def test_openai_flags_win_in_every_form_of_configuration(tmp_path, model, command, servers):
-    options = [command, "--env", SAID, "--env.use_wandb=false", *FLAGS]
-    status, output = run_adapter(tmp_path, *options, MODEL=model, SERVERS=servers)
+def test_openai_flags_win_in_every_form_of_configuration(run, command, servers):
+    status, output = run("--env.use_wandb=false", *FLAGS, command=command, SERVERS=servers)
     assert status == 0, output
     (server,) = said(output)["servers"]
     assert (server["base_url"], server["server_type"], server["api_key"]) == ("http://given:9/v1", "sglang", "k")
@@ -185,55 +189,50 @@ def test_no_login_to_wandb_is_needed_to_process(monkeypatch, tmp_path, use_wandb
         assert tracked.disabled, "W&B has read the environment again"
 
 
-def test_promises_adapter_completes_what_the_command_line_leaves(tmp_path, model):
+def test_promises_adapter_completes_what_the_command_line_leaves(run):
     """And only there: in code, ``config_init`` gives the environment's own defaults."""
     url = "http://127.0.0.1:1/v1"
-    command = ["serve", "--env", SAID, f"--openai.base_url={url}"]
-    status, output = run_adapter(tmp_path, *command, MODEL=model, ATROPOS_API_KEY="the-key-of-the-run")
+    status, output = run(f"--openai.base_url={url}", ATROPOS_API_KEY="the-key-of-the-run")
     assert status == 0 and '"kind": "SGLangServer"' in output and "the-key" not in output, output
     assert f"adapter: {url} is assumed to be an SGLang server (--openai.server_type=sglang)" in output
     assert '"api_key": "***"' in output, "the run's, hidden"
     assert said(output)["config"]["total_steps"] == 10**9, "BaseEnv would end after 1,000"
-    status, output = run_adapter(tmp_path, *command, "--env.total_steps=7", MODEL=model)
+    status, output = run(f"--openai.base_url={url}", "--env.total_steps=7")
     assert said(output)["config"]["total_steps"] == 7
     _, [server] = adapt(load_environment("recipe.atropos.environments.gsm8k")).config_init()
     assert server.api_key == "x"
 
 
-def test_secret_is_hidden_by_environments(tmp_path, model):
+def test_secret_is_hidden_by_environments(run, tmp_path):
     """BaseEnv prints its servers, and writes them to a file that everyone may read."""
     secret = json.dumps(["--openai.api_key=the-key-of-the-run"])
-    options = ["--env", SAID, "--env.data_dir_to_save_evals=evals"]
-    status, output = run_adapter(
-        tmp_path, "evaluate", *options, MODEL=str(model), SERVERS="two", ATROPOS_SECRET_FLAGS=secret
-    )
+    flags = {"command": "evaluate", "SERVERS": "two", "ATROPOS_SECRET_FLAGS": secret}
+    status, output = run("--env.data_dir_to_save_evals=evals", **flags)
     assert status == 0 and "the-key" not in output and '"api_key": "***"' in output, output
     written = tmp_path / "evals" / "evaluate_config.yaml"
     assert [server["api_key"] for server in yaml.safe_load(written.read_text())["openai"]] == ["***", "***"]
     assert written.stat().st_mode & 0o777 == 0o644, "and is a file as any other"
 
 
-def test_a_flag_that_names_no_server_changes_each_of_several(tmp_path, model):
+def test_a_flag_that_names_no_server_changes_each_of_several(run):
     for servers, urls in (("two", ["http://first:1/v1", "http://second:1/v1"]), ("baseline", None)):
-        status, output = run_adapter(
-            tmp_path, "serve", "--env", SAID, "--openai.api_key", "k", MODEL=model, SERVERS=servers
-        )
+        status, output = run("--openai.api_key", "k", SERVERS=servers)
         assert status == 0, output
         found = said(output)["servers"]
         assert [server["api_key"] for server in found] == ["k"] * len(found)
         assert [s["base_url"] for s in found] == (urls or [f"http://localhost:{p}/v1" for p in range(9004, 9008)])
-    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--openai.api_kee=k", MODEL=model, SERVERS="two")
+    status, output = run("--openai.api_kee=k", SERVERS="two")
     assert status == 2 and "unknown flag --openai.api_kee; did you mean --openai.api_key?" in output
 
 
-def test_servers_of_a_configuration_file_count(tmp_path, model):
+def test_servers_of_a_configuration_file_count(run, model_path, tmp_path):
     """Several of them take no flags."""
 
-    def with_file(servers, *flags, **variables):
-        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"openai": servers}))
-        return run_adapter(tmp_path, "serve", "--env", SAID, "--config=c.yaml", *flags, MODEL=model, **variables)
+    def with_file(servers, *flags, namespace="openai", **variables):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({namespace: servers}))
+        return run("--config=c.yaml", *flags, **variables)
 
-    one, other = ({"model_name": model, "base_url": f"http://file{i}/v1", "api_key": "f"} for i in (0, 1))
+    one, other = ({"model_name": str(model_path), "base_url": f"http://file{i}/v1", "api_key": "f"} for i in (0, 1))
     for form in ("one", "two", "baseline"):
         status, output = with_file(one, "--openai.api_key=k", SERVERS=form)
         assert status == 0, output
@@ -244,14 +243,13 @@ def test_servers_of_a_configuration_file_count(tmp_path, model):
     assert status == 2 and "not supported when multiple servers are defined" in output
     status, output = with_file({"model_nam": "m"})
     assert status == 2 and "--config=c.yaml: " in output and "did you mean --openai.model_name?" in output
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"env": {"grup_size": 4}}))
-    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--config=c.yaml", MODEL=model)
+    status, output = with_file({"grup_size": 4}, namespace="env")
     assert status == 2 and "did you mean --env.group_size?" in output
-    status, output = run_adapter(tmp_path, "serve", "--env", SAID, "--config=no.yaml", MODEL=model)
+    status, output = run("--config=no.yaml")
     assert status == 2 and "--config=no.yaml: no such file" in output
 
 
-def test_options_of_an_environments_own_count_in_its_file(tmp_path, model):
+def test_options_of_an_environments_own_count_in_its_file(run, tmp_path):
     """Many environments of Atropos return a configuration of their own, and leave ``env_config_cls`` as it is."""
     (tmp_path / "own_env.py").write_text(
         "from helpers.environments.said_env import SaidEnv\n"
@@ -263,14 +261,14 @@ def test_options_of_an_environments_own_count_in_its_file(tmp_path, model):
     )
     for name, status in (("boards", 0), ("bords", 2)):
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({"env": {name: 3}}))
-        found, output = run_adapter(tmp_path, "serve", "--env", "own_env.py", "--config=c.yaml", MODEL=model)
+        found, output = run("--config=c.yaml", env="own_env.py")
         assert found == status, output
         assert said(output)["config"]["boards"] == 3 if name == "boards" else "mean --env.boards?" in output
 
 
-def test_a_negative_number_may_follow_its_flag_after_a_space(tmp_path, model):
-    options = ["--env.total_steps", "-1", "--env.inference_weight", "-0.5", "--env.max_num_workers", "-1"]
-    status, output = run_adapter(tmp_path, "serve", "--env", SAID, *options, MODEL=model)
+def test_a_negative_number_may_follow_its_flag_after_a_space(run):
+    flags = ["--env.total_steps", "-1", "--env.inference_weight", "-0.5", "--env.max_num_workers", "-1"]
+    status, output = run(*flags)
     assert status == 0, output
     config = said(output)["config"]
     assert (config["total_steps"], config["inference_weight"], config["max_num_workers"]) == (-1, -0.5, -1)
@@ -287,8 +285,8 @@ def test_a_negative_number_may_follow_its_flag_after_a_space(tmp_path, model):
         ("again", "unrecognized arguments: again"),
     ],
 )
-def test_a_flag_that_cannot_be_meant_is_an_error_that_names_it(tmp_path, model, flag, expected):
-    status, output = run_adapter(tmp_path, "serve", "--env", SAID, flag, MODEL=model)
+def test_a_flag_that_cannot_be_meant_is_an_error_that_names_it(run, flag, expected):
+    status, output = run(flag)
     assert status == 2 and expected in output and "Traceback" not in output, output
 
 
@@ -306,7 +304,7 @@ def test_a_setting_that_cannot_be_is_refused_by_name(value):
         take_settings([f"--adapter.groups_in_flight={value}"])
 
 
-def test_usage_and_help(tmp_path, model):
+def test_usage_and_help(tmp_path, model_path):
     for arguments, wanted, expected in (
         (["--help"], 0, "TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class"),
         (["serve", "--env", SAID, "--help"], 0, "--env.group_size"),
@@ -314,7 +312,7 @@ def test_usage_and_help(tmp_path, model):
         (["serve", "--env"], 2, "--env needs a value"),
         (["--env", SAID], 2, "say what to do: serve, evaluate, process"),
     ):
-        status, output = run_adapter(tmp_path, *arguments, MODEL=model)
+        status, output = run_adapter(tmp_path, *arguments, MODEL=str(model_path))
         assert status == wanted and expected in output, (arguments, output)
     assert take_flag(["--env.a=1", "--env=2"], "--env") == "2" and take_flag(["--env.a", "1"], "--env") is None
     with pytest.raises(UsageError, match="unknown flag --zzz; see --help"):
@@ -322,20 +320,18 @@ def test_usage_and_help(tmp_path, model):
 
 
 @pytest.mark.parametrize("command", ["serve", "evaluate", "process"])
-def test_dataset_that_is_missing_ends_with_one_line(tmp_path, model, command):
-    status, output = run_adapter(tmp_path, command, "--env", SAID, MODEL=model, FAIL="1")
+def test_dataset_that_is_missing_ends_with_one_line(run, command):
+    status, output = run(command=command, FAIL="1")
     assert status == 1
     assert "error: FileNotFoundError: no dataset at /data/nowhere (in setup() of " in output.splitlines()[-1]
 
 
-def test_a_failure_in_a_group_of_tasks_is_named(tmp_path, model):
+def test_a_failure_in_a_group_of_tasks_is_named(run, tmp_path):
     """As of a model without a chat template: the launcher shows the last line."""
     text = "import asyncio\nfrom helpers.environments.said_env import SaidEnv\nclass Grouped(SaidEnv):\n"
-    text += (
-        "    async def evaluate(self):\n        async with asyncio.TaskGroup():\n            raise ValueError('why')\n"
-    )
+    text += "    async def evaluate(self):\n        async with asyncio.TaskGroup(): raise ValueError('why')\n"
     write(tmp_path, grouped=text)
-    status, output = run_adapter(tmp_path, "evaluate", "--env", "grouped.py:Grouped", MODEL=model)
+    status, output = run(command="evaluate", env="grouped.py:Grouped")
     assert status != 0 and output.splitlines()[-1] == "error: ValueError: why"
 
 

@@ -82,9 +82,8 @@ def test_branches_need_credit_or_advantages_of_their_own(drifting_model):
         posted(env, group)
 
 
-def test_restored_groups_have_a_value_for_each_token(cache, tokenizer):
+def test_restored_groups_have_a_value_for_each_token(cache, tokenizer, prompt):
     """Also where a reply has more tokens as it was sampled; fields that the group lacks are not added."""
-    prompt = chat(tokenizer, "go")
     reply = sampled(cache, prompt, "a", "b", "c", END)
     posted = chat(tokenizer, "go", "abc", add_generation_prompt=False)
     masks = [I] * len(prompt) + posted[len(prompt) :]
@@ -150,12 +149,11 @@ def test_atroposlib_alone_loses_fields_of_single_trajectories(drifting_model):
     assert "inference_logprobs" not in group and "distill_logprobs" not in group
 
 
-def test_chat_templates_give_lists_again(drifting_model, tokenizer):
+def test_chat_templates_give_lists_again(drifting_model, tokenizer, prompt):
     """Also for tokenizers that an environment makes itself. The last line fails when transformers fixes it."""
     make(Scripted, drifting_model)
     messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "ab"}]
     row = tokenize_for_trainer(AutoTokenizer.from_pretrained(drifting_model), messages)
-    prompt = chat(tokenizer, "go")
     assert row["masks"] == [I] * len(prompt) + row["tokens"][len(prompt) :]
     assert set(tokenizer.apply_chat_template(messages, return_dict=True)) >= {"input_ids"}
     assert not isinstance(PreTrainedTokenizerBase.apply_chat_template.of_transformers(tokenizer, messages), list)
