@@ -9,7 +9,6 @@ import ray
 from gem.envs.registration import make_vec
 
 from helpers.sglang import make_tiny_model
-from recipe.atropos.environments.word_problems import _TEMPLATES
 from recipe.atropos.gem.env import AtroposEnv, register
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
@@ -95,14 +94,8 @@ class Worker:
 
 def _answer(question, right):
     """Each environment of a vector has a seed, and so problems, of its own: read from the question."""
-    places = {"a": r"(?P<a>\d+)", "b": r"(?P<b>\d+)", "name": r"\w+", "items": r"\w+"}
-    for operator, texts in _TEMPLATES.items():
-        for text in texts:
-            pattern = re.sub(r"\\\{(\w+)\\\}", lambda place: places[place[1]], re.escape(text))
-            if match := re.fullmatch(pattern, question):
-                a, b = int(match["a"]), int(match["b"])
-                return rf"\boxed{{{(a + b if operator == '+' else a - b) if right else -1}}}"
-    raise AssertionError(question)
+    a, b = map(int, re.findall(r"\d+", question))
+    return rf"\boxed{{{(a + b if ' more.' in question else a - b) if right else -1}}}"
 
 
 @pytest.mark.parametrize(("vector", "threads"), [(False, 2), (True, 1), (True, 2)])

@@ -19,23 +19,20 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
-def served(model_path, server):
-    """(folder of the model, URL)"""
-    return str(model_path), server
-
-
-def shown(capsys, *arguments):
+def shown(model_path, server, capsys):
     """(exit status, output) of the command."""
-    status = debug.main(["verify-env", *arguments])
-    return status, re.sub(r"\s+", " ", capsys.readouterr().out)
+
+    def shown(env, *options):
+        status = debug.main(["verify-env", "--env", str(env), "--model", str(model_path), "--url", server, *options])
+        return status, re.sub(r"\s+", " ", capsys.readouterr().out)
+
+    return shown
 
 
-def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
+def test_verify_env_shows_a_group_from_messages_to_rows(shown, server):
     """All of its tokens were sampled."""
-    model, url = served
     options = ["--table", "dataset_name=synthetic", "group_size=3", "max_token_length=250", "max_answer_tokens=12"]
-    options.append("ensure_scores_are_not_same=false")
-    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", f"{url}/v1", *options)
+    status, output = shown(GSM8K, f"--url={server}/v1", *options, "ensure_scores_are_not_same=false")
     assert status == 0, output
     assert "system: Solve the problem step by step." in output and "user: " in output
     assert '"max_new_tokens":12' in output and "prompt, " in output and "answer 2, " in output
@@ -46,34 +43,31 @@ def test_verify_env_shows_a_group_from_messages_to_rows(served, capsys):
 
 
 @pytest.mark.parametrize(("page", "asked"), [(False, "Repeat this word: "), (True, " + ")], ids=["example", "page"])
-def test_the_first_environment_can_be_trained_on(served, capsys, tmp_path, page, asked):
+def test_the_first_environment_can_be_trained_on(shown, tmp_path, page, asked):
     """The example, and the environment that docs/first-environment.md has as text."""
-    model, url = served
     [text] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/first-environment.md").read_text(), re.DOTALL)
     target = tmp_path / "sums_env.py" if page else EXAMPLE
     (tmp_path / "sums_env.py").write_text(text)
     options = ["group_size=4", "max_token_length=200", "ensure_scores_are_not_same=false"]
-    status, output = shown(capsys, "--env", str(target), "--model", model, "--url", url, *options)
+    status, output = shown(target, *options)
     assert status == 0, output
     assert asked in output and "ok: 4 rows with " in output and ", all sampled by the server" in output
 
 
-def test_what_is_not_sent_is_named(served, capsys):
-    model, url = served
+def test_what_is_not_sent_is_named(shown):
     options = ["dataset_name=synthetic", "group_size=2", "max_token_length=250", "max_answer_tokens=4"]
-    status, output = shown(capsys, "--env", GSM8K, "--model", model, "--url", url, *options)
+    status, output = shown(GSM8K, *options)
     assert status == 1 and "NOT OK: 0 rows with 0 trained tokens" in output and "no row" in output
     assert "made None of the item: no group" in output or "equal_scores" in output
 
 
-def test_verify_env_shows_each_turn_as_a_call(served):
+def test_verify_env_shows_each_turn_as_a_call(model_path, server):
     """A call has its messages; a row trains on the answers of all turns."""
-    model, url = served
     overrides = {"group_size": 2, "ensure_scores_are_not_same": False, "max_tokens": 6}
-    result = asyncio.run(verify(GUESS, model, url, overrides))
+    result = asyncio.run(verify(GUESS, str(model_path), server, overrides))
     assert result.error is None and result.ok and len(result.rows) == 2
     assert len(result.exchanges) == 8
-    plain = asyncio.run(verify(GUESS, model, url, overrides | {"way": "chat"}))
+    plain = asyncio.run(verify(GUESS, str(model_path), server, overrides | {"way": "chat"}))
     for exchanges in (result.exchanges, plain.exchanges):
         assert sorted(len(exchange.messages) for exchange in exchanges) == [2, 2, 4, 4, 6, 6, 8, 8]
     for group in result.posted:
@@ -86,8 +80,7 @@ def test_verify_env_shows_each_turn_as_a_call(served):
     assert orjson.dumps(result.posted)
 
 
-def test_verify_env_tells_tokens_that_no_reply_has_and_errors(served, capsys, tmp_path):
-    model, url = served
+def test_verify_env_tells_tokens_that_no_reply_has_and_errors(shown, tmp_path):
     lying = tmp_path / "lying_env.py"
     lying.write_text(
         "from helpers.environments.guess_env import *\n"
@@ -97,19 +90,17 @@ def test_verify_env_tells_tokens_that_no_reply_has_and_errors(served, capsys, tm
         "        found['tokens'] += [7, 8]; found['masks'] += [7, 8]\n"
         "        return found, backlog\n"
     )
-    options = ["--model", model, "--url", url, "group_size=1", "ensure_scores_are_not_same=false"]
-    status, output = shown(capsys, "--env", f"{lying}:LyingEnv", *options)
+    options = ["group_size=1", "ensure_scores_are_not_same=false"]
+    _, output = shown(f"{lying}:LyingEnv", *options)
     assert "not_sampled" in output, output  # the adapter takes them out, and counts it
 
-    status, output = shown(capsys, "--env", GUESS, *options, "mood=breaks")
+    status, output = shown(GUESS, *options, "mood=breaks")
     assert status == 1 and "KeyError: 'in the second turn'" in output and "call 1: " in output
 
 
-def test_an_environment_that_hangs_ends_with_one_line(served):
-    model, url = served
-    arguments = ["--env", GUESS, "--model", model, "--url", url, "--timeout", "1", "mood=hangs"]
+def test_an_environment_that_hangs_ends_with_one_line(shown):
     with pytest.raises(SystemExit, match="error: .*not done within --timeout=1 s"):
-        debug.main(["verify-env", *arguments])
+        shown(GUESS, "--timeout", "1", "mood=hangs")
 
 
 def test_first_environments_flags_are_checked_as_its_page_says(tmp_path):

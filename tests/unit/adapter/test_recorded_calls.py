@@ -287,12 +287,17 @@ async def test_managed_server_tells_replies_by_their_white_space(managed, stub, 
     assert trained == [ids_of(tokenizer, "\n", "ab", END), ids_of(tokenizer, "ab", "\n", END, "c", END, "d", END)]
 
 
-async def test_recorded_calls_know_every_argument_of_a_template(env, stub, tokenizer):
+async def test_recorded_calls_know_every_argument_of_a_template(env, stub, tokenizer, monkeypatch):
     server, seen = env.server.servers[0], []
-    server.tokenizer = _Spy(server.tokenizer, seen)
+    template = server.tokenizer.apply_chat_template
+
+    def apply_chat_template(messages, tokenize, add_generation_prompt, **others):
+        seen[:] = [others]
+        return template(messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt)
+
+    monkeypatch.setattr(server.tokenizer, "apply_chat_template", apply_chat_template)
 
     async def asked(**arguments):
-        seen.clear()
         stub.replies = two(tokenizer)[:1]
         await env.server.chat_completion(messages=GO, max_tokens=5, **arguments)
         return seen[0]
@@ -304,22 +309,6 @@ async def test_recorded_calls_know_every_argument_of_a_template(env, stub, token
     assert await asked(extra_body={"reasoning": {"enabled": True}}) == {"thinking": True, "enable_thinking": True}
     assert await asked(extra_body={"reasoning": {"enabled": False}}) == {}
     assert await asked(extra_body={"chat_template_kwargs": {"enable_thinking": False}}) == {"enable_thinking": False}
-
-
-class _Spy:
-    """A tokenizer that keeps what else its chat template was given."""
-
-    def __init__(self, tokenizer, seen):
-        self._tokenizer, self._seen = tokenizer, seen
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt, **others):
-        self._seen.append(others)
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """Groups as they are sent: collected from single trajectories, restored to what was sampled, refused by name."""
 
 import asyncio
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
-from openai.types.completion import Completion
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from helpers.sampled import END, I, Scripted, chat, make, sampled
@@ -173,15 +172,9 @@ def test_only_the_missing_samples_are_asked_for_again(drifting_model):
 
     async def plain(n, **kwargs):
         asked.append(n)
-        reasons = enumerate(next(answers))
-        choices = [{"index": i, "finish_reason": "stop", "text": reason, "logprobs": None} for i, reason in reasons]
-        answer = {"id": "x", "created": 0, "model": "m", "object": "text_completion", "choices": choices}
-        answer = Completion.model_validate(answer)
-        for choice in answer.choices:
-            choice.finish_reason = choice.text
-        return answer
+        return SimpleNamespace(choices=[SimpleNamespace(index=0, finish_reason=reason) for reason in next(answers)])
 
-    env.server.servers[0]._completion_wrapper = partial(env._calls.text, env.server.servers[0], plain)
-    answer = asyncio.run(env.server.completion(prompt="go", n=4, logprobs=1))
+    answer = asyncio.run(env._calls.text(env.server.servers[0], plain, prompt="go", n=4, logprobs=1))
     assert asked == [4, 2, 1] and env.report.counts["aborted_samples"] == 3
-    assert [(c.index, c.text) for c in answer.choices] == [(0, "stop"), (1, "length"), (2, "stop"), (3, "stop")]
+    found = [(choice.index, choice.finish_reason) for choice in answer.choices]
+    assert found == [(0, "stop"), (1, "length"), (2, "stop"), (3, "stop")]
