@@ -7,6 +7,8 @@ import time
 
 from helpers.environments import guess_env
 
+GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
+SUMS = {"dataset_name": "synthetic", "train_size": 20}  # of gsm8k
 GUESS, SEEDED = "helpers.environments.guess_env:GuessEnv", "helpers.environments.guess_env:SeededGuessEnv"
 FIRST = f"{guess_env.RULES}\n\nBegin."
 

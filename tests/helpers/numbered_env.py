@@ -54,13 +54,20 @@ class StockEnv(NumberEnv):
         return numbered | {"scores": [float(item["number"]), -1.0], "group_overrides": {}, "overrides": None}, []
 
 
+def configured(url, model_path, server_url="http://127.0.0.1:1/v1", api_key="x", **fields):
+    """Configuration and servers."""
+    handle = {"base_url": server_url, "server_type": "sglang", "api_key": api_key, "health_check": True}
+    sizes = {"group_size": SIZE, "max_token_length": 100, "total_steps": 10**6, "batch_size": BATCH}
+    common = {"tokenizer_name": str(model_path), "use_wandb": False, "rollout_server_url": url}
+    return BaseEnvConfig(**(common | sizes | fields)), [APIServerConfig(model_name=str(model_path), **handle)]
+
+
 def stock_env(url, model_path, **fields):
     """A ``StockEnv`` as it is, not adapted."""
-    server = APIServerConfig(model_name=str(model_path), base_url="http://127.0.0.1:1/v1", server_type="sglang")
-    server.api_key, server.health_check = "x", False
-    config = {"tokenizer_name": str(model_path), "group_size": SIZE, "use_wandb": False, "max_token_length": 64}
-    config |= {"rollout_server_url": url, "total_steps": 1000, "batch_size": 4, "max_num_workers": 2}
-    return StockEnv(BaseEnvConfig(**(config | fields)), [server], slurm=False)
+    sizes = {"max_token_length": 64, "total_steps": 1000, "batch_size": 4, "max_num_workers": 2}
+    config, [server] = configured(url, model_path, **(sizes | fields))
+    server.health_check = False
+    return StockEnv(config, [server], slurm=False)
 
 
 def made(number, **fields):
@@ -81,13 +88,8 @@ async def make(model_path, monkeypatch):
     monkeypatch.setattr(AdaptedEnv, "_restore", lambda self, group: None)
     made_here = []
 
-    def made_env(url, environment=NumberEnv, server_url="http://127.0.0.1:1/v1", api_key="x", **config):
-        server = APIServerConfig(
-            model_name=str(model_path), base_url=server_url, server_type="sglang", api_key=api_key, health_check=True
-        )
-        fields = {"tokenizer_name": str(model_path), "group_size": SIZE, "use_wandb": False, "max_token_length": 100}
-        fields |= {"rollout_server_url": url, "total_steps": 10**6, "batch_size": BATCH}
-        made_here.append(adapt(environment)(BaseEnvConfig(**(fields | config)), [server]))
+    def made_env(url, environment=NumberEnv, **fields):
+        made_here.append(adapt(environment)(*configured(url, model_path, **fields)))
         return made_here[-1]
 
     yield made_env

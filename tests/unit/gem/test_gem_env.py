@@ -11,26 +11,24 @@ import pytest
 from gem.utils.constants import TERMINAL_STATE
 
 from helpers.environments import guess_env
-from helpers.gem import FIRST, GUESS, SEEDED, count_tasks, tasks, threads, until
+from helpers.gem import FIRST, GSM8K, GUESS, SEEDED, SUMS, count_tasks, tasks, threads, until
 from recipe.atropos.adapter.loading import EnvironmentTargetError
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
 from recipe.atropos.gem import env as gem_env
 from recipe.atropos.gem.env import AtroposEnv, NeverScored, register
 from recipe.atropos.gem.outer_policy import OuterPolicyServer
 
-GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
-
-
 # ---------------------------------------------------------------------- one environment
+
+
+def answers():
+    return {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
 
 
 def test_gem_makes_gsm8k_by_its_id(tokenizer):
     """Its own scoring is the reward."""
-    answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
     assert register(GSM8K) == register(GSM8K) == f"atropos:{GSM8K}"
-    env = gem.make(
-        f"atropos:{GSM8K}", tokenizer=tokenizer.name_or_path, config={"dataset_name": SYNTHETIC, "train_size": 20}
-    )
+    env = gem.make(f"atropos:{GSM8K}", tokenizer=tokenizer.name_or_path, config=SUMS)
     assert isinstance(env, gem.Env) and env.unwrapped is env
     scores = []
     for right in (True, False, True):
@@ -41,7 +39,7 @@ def test_gem_makes_gsm8k_by_its_id(tokenizer):
             info["messages"], tokenize=False, add_generation_prompt=True
         )
         assert info["prompt_ids"] == tokenizer.encode(info["prompt"])
-        action = rf"so \boxed{{{answers[question] if right else 10**6}}}"
+        action = rf"so \boxed{{{answers()[question] if right else 10**6}}}"
         observation, reward, terminated, truncated, info = env.step(action)
         assert (observation, terminated, truncated) == (TERMINAL_STATE, True, False)
         [group] = info["groups"]
@@ -93,12 +91,10 @@ def test_the_words_that_end_an_answer_may_be_given_as_tokens_too(make, tokenizer
 
 def test_gem_each_answer_of_a_group_is_a_step(make, tokenizer):
     """The reward is the mean of its scores."""
-    env = make(GSM8K, config={"dataset_name": SYNTHETIC, "group_size": 4, "train_size": 20}, seed=0)
+    env = make(GSM8K, config=SUMS | {"group_size": 4}, seed=0)
     observation, info = env.reset()
     seen = [(info["call"], info["choice"], info["choices"])]
-    answers = {row["question"]: gold_answer(row) for row in load_problems(SYNTHETIC, "train", "main", 20, seed=0)}
-    gold = answers[info["messages"][-1]["content"]]
-    for answer in (gold, "no", "no"):
+    for answer in (answers()[info["messages"][-1]["content"]], "no", "no"):
         again, reward, terminated, _, info = env.step(rf"\boxed{{{answer}}}")
         assert again == observation and not terminated and reward == 0.0
         seen.append((info["call"], info["choice"], info["choices"]))

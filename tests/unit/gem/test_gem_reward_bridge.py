@@ -7,11 +7,11 @@ import pytest
 import yaml
 from gem.envs.registration import make_vec
 
+from helpers.gem import GSM8K, GUESS, SUMS
 from recipe.atropos.algorithm import reward_bridge
 from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, parse_bridge
 from recipe.atropos.gem.env import register
 
-GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
 MARKERS = {"format_markers": [{"pattern": "so", "weight": 0.25}], "answer_present": {"pattern": "####", "weight": 0.5}}
 RIGHT, WRONG = "1", "0"  # of the first number of GuessEnv
 
@@ -57,7 +57,7 @@ def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(tokenizer, tmp_path, wa
     path = tmp_path / "bridge.yaml"
     path.write_text(yaml.safe_dump({"reward_bridge": MARKERS}))
     bridge = {"file": path, "mapping": MARKERS, "parsed": parse_bridge(MARKERS)}[way]
-    config = {"dataset_name": "synthetic", "train_size": 20, "wandb_name": f"{way}"}
+    config = {**SUMS, "wandb_name": way}
     env = gem.make(register(GSM8K), tokenizer=tokenizer.name_or_path, config=config, reward_bridge=bridge)
     assert played(env, "so #### 7")[0] == -1.0 + 0.75
     assert played(env.spawn(), "it is #### 7")[0] == -1.0 + 0.5, "one that is made alike has it too"
@@ -65,7 +65,7 @@ def test_gem_reward_bridge_is_a_file_a_mapping_or_parsed(tokenizer, tmp_path, wa
 
 
 def test_gem_reward_bridge_of_a_group_shapes_each_score(bridged):
-    env = bridged(MARKERS, GSM8K, group_size=2, dataset_name="synthetic", train_size=20)
+    env = bridged(MARKERS, GSM8K, group_size=2, **SUMS)
     reward, info = played(env, "so", "no")
     assert info["scores"] == [-0.75, -1.0] and info["raw_scores"] == [-1.0, -1.0] and reward == -0.875
     assert info["groups"][0]["scores"] == [-1.0, -1.0], "the environment's own"
@@ -93,7 +93,7 @@ def test_gem_reward_bridge_fades_by_the_trainers_step(bridged):
 def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(bridged, monkeypatch):
     monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
     pattern = {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}
-    env = bridged({"answer_present": pattern}, GSM8K, dataset_name="synthetic", train_size=20)
+    env = bridged({"answer_present": pattern}, GSM8K, **SUMS)
     reward, info = played(env, "a" * 200 + "c")
     assert math.isnan(reward) and "took more than" in info["unscored"] and info["raw_scores"] == [-1.0]
 
@@ -120,8 +120,7 @@ def test_gem_reward_bridge_excludes_advantages_of_tokens(bridged):
 
 @pytest.mark.parametrize("async_mode", [False, True])
 def test_gem_vectors_have_a_reward_bridge(tokenizer, async_mode):
-    config = {"dataset_name": "synthetic", "train_size": 20}
-    arguments = {"tokenizer": tokenizer.name_or_path, "config": config, "reward_bridge": MARKERS}
+    arguments = {"tokenizer": tokenizer.name_or_path, "config": SUMS, "reward_bridge": MARKERS}
     vector = make_vec([register(GSM8K)] * 3, async_mode=async_mode, **arguments)
     vector.reset()
     _, rewards, terminated, _, infos = vector.step(["so", "no", "so #### 9"])

@@ -8,11 +8,9 @@ from gem.envs.registration import make_vec
 from gem.tools.tool_env_wrapper import ToolEnvWrapper
 from gem.wrappers.wrapper_factory import get_wrapper_fns
 
-from helpers.gem import FIRST, GUESS, tasks, threads, until
+from helpers.gem import FIRST, GSM8K, GUESS, tasks, threads, until
 from recipe.atropos.environments.word_problems import SYNTHETIC
 from recipe.atropos.gem.env import register
-
-GSM8K = "recipe.atropos.environments.gsm8k:GSM8kEnv"
 
 
 def bisect(observation, state):
