@@ -276,17 +276,17 @@ class RecordingManagedServer(ManagedServer):
 
     _calls: Calls
     _ever: dict[int, list[tuple[SequenceNode, int]]]  # nodes and prefix lengths, by the prefix's hash
-    _extends: dict[
-        asyncio.Task, tuple[SequenceNode | None, int]
-    ]  # of each task's call the one of these that it extends
+    _extends: dict[asyncio.Task, tuple[SequenceNode | None, int]]  # what each task's call extends: one of these
+    _prompt: list[int]  # of the call that last looked for the node that it extends
 
     def reset(self) -> None:
         super().reset()
         self._ever.clear()
 
     def _find_extending_node(self, input_text: str) -> SequenceNode | None:
+        self._prompt = self._restored(input_text)
         current = {id(node) for node in self.current_nodes}
-        found = [one for one in self._begins(self._compute_input_ids(input_text)) if id(one[0]) in current]
+        found = [one for one in self._begins(self._prompt) if id(one[0]) in current]
         best = max(found, key=lambda one: (one[1], self._is_free(one[0])), default=(None, 0))
         self._extends[asyncio.current_task()] = best
         return best[0]
@@ -296,7 +296,11 @@ class RecordingManagedServer(ManagedServer):
         others = [task for task, (one, _) in self._extends.items() if one is node and not task.done()]
         return not {*others} - {asyncio.current_task()}
 
-    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None = None) -> list[int]:
+    def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
+        return self._prompt
+
+    def _restored(self, input_text: str) -> list[int]:
+        """Return a prompt's tokens, replies as they were sampled, preferably those of the node that it extends."""
         same_text = [node for node in self.current_nodes if input_text.startswith(node.full_text)]
         if same_text:
             node = max(same_text, key=lambda node: (len(node.full_text), self._is_free(node)))
