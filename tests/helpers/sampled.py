@@ -164,7 +164,7 @@ def restored(cache, posted, masks, given=None, **values):
     counts = Counter()
     if isinstance(masks, int):
         masks = [I] * masks + posted[masks:]
-    return restore(cache, posted, masks, given, values, lambda name: counts.update([name])), counts
+    return restore(cache, posted, masks, given, values, counts), counts
 
 
 def trained(row):

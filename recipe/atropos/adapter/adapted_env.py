@@ -149,7 +149,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
     def _restore(self, group: dict[str, Any]) -> None:
         if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled
             return
-        restore_group(self._calls.caches["train"], group, self.report.count, self.config.wandb_name)
+        restore_group(self._calls.caches["train"], group, self.report.counts, self.config.wandb_name)
 
     def _credit(self, group: dict[str, Any], item: Any) -> None:
         with self._ends_on_failure():

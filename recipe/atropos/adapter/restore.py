@@ -26,6 +26,7 @@ These names, and ``retokenized``, are counts of spans in ``env.report``.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,11 +94,11 @@ def restore(
     masks: Sequence[int],
     logprobs: Sequence[float] | None,
     values: dict[str, Sequence],
-    count: Callable[[str], None],
+    counts: Counter[str],
 ) -> Row:
     """Return a sequence as the policy sampled it, trained on at most where the environment wants it.
 
-    ``logprobs`` and ``values`` are what the environment gives for ``tokens``; ``count`` is called with event names.
+    ``logprobs`` and ``values`` are what the environment gives for ``tokens``; ``counts`` are of events.
     """
     ids = [int(token) for token in tokens]
     row = Row(values={name: [] for name in values})
@@ -117,31 +118,31 @@ def restore(
                 span for span in (wanted if posted or not any(flags) else [piece.tokens]) if not cache.is_template(span)
             ]
             if wanted:
-                count("partial_reply" if all(map(cache.is_part, wanted)) else "not_sampled")
+                counts["partial_reply" if all(map(cache.is_part, wanted)) else "not_sampled"] += 1
             row.add(piece.tokens, None, given if same else None, columns if same else None)
             continue
         if piece.tokens != posted:
             moved = _moved(cache, piece.tokens, posted, flags, columns)
             if moved is None:
-                count("not_aligned")
+                counts["not_aligned"] += 1
                 row.add(posted or piece.tokens, None, given, columns if posted else None)
                 continue
             (flags, columns), given = moved, None
         if any(flags):
             completion.posted += 1
             if not piece.context:
-                count("other_context")
+                counts["other_context"] += 1
                 if all(mask == IGNORED for mask in row.masks):
                     row = Row(values={name: [] for name in values})
                     row.add(completion.prompt.tolist())
             row.replies.append(completion)
             if piece.tokens != posted:
-                count("retokenized")
+                counts["retokenized"] += 1
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
         valid = [(a, b) for flag, a, b in found if flag and isinstance(a, int | float) and -math.inf < a <= 0]
         if any(abs(a - b) > _OTHER for a, b in valid):
-            count("other_logprobs")
+            counts["other_logprobs"] += 1
         logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
         row.add(piece.tokens, flags, logprobs_here, columns)
     return row
@@ -165,28 +166,21 @@ def _moved(
     return moved, {"advantages": [*advantages] * len(tokens)}
 
 
-def restore_group(
-    cache: CompletionCache, group: dict[str, Any], count: Callable[[str], None], env_name: str | None
-) -> None:
+def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter[str], env_name: str | None) -> None:
     """Restore a group as the policy sampled it, and record its origin in ``group_overrides``; see the module docstring.
 
-    What the environment sets there itself stays. ``count`` is called with event names.
+    What the environment sets there itself stays. Events are added to ``counts``.
 
     Raises:
         RefusedGroup: nothing of it can be trained on.
     """
-    rows, events = [], set()
-
-    def counted(event: str) -> None:
-        events.add(event)
-        count(event)
-
+    rows, before = [], counts[Reason.PARTIAL_REPLY]
     for i, sequence in enumerate(group["tokens"]):
         values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
         logprobs = _over(group, "inference_logprobs", i)
-        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counted))
+        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counts))
     if not any(row.replies for row in rows):
-        reason = Reason.PARTIAL_REPLY if Reason.PARTIAL_REPLY in events else Reason.NOT_SAMPLED
+        reason = Reason.PARTIAL_REPLY if counts[Reason.PARTIAL_REPLY] > before else Reason.NOT_SAMPLED
         raise RefusedGroup(
             reason,
             f"none of its {len(rows)} sequences has a whole reply of an SGLang server of the environment; text of "

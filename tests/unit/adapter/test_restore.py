@@ -1,6 +1,7 @@
 """Groups as they are sent: collected from single trajectories, restored to what was sampled, refused by name."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +90,7 @@ def test_restored_groups_have_a_value_for_each_token(cache, tokenizer, prompt):
     group = {"tokens": [posted] * 2, "masks": [masks] * 2, "scores": [0.0, 1.0]}
     group["advantages"] = [[value] * len(posted) for value in (2.0, 3.0)]
     group["inference_logprobs"] = [None, [-0.1] * len(posted)]
-    restore_group(cache, group, lambda name: None, None)
+    restore_group(cache, group, Counter(), None)
     assert group["tokens"] == [prompt + reply.tokens.tolist() + posted[-1:]] * 2
     assert group["advantages"] == [[value] * len(group["tokens"][0]) for value in (2.0, 3.0)]
     assert [row[len(prompt) : -1] for row in group["inference_logprobs"]] == [reply.logprobs.tolist()] * 2

@@ -50,8 +50,7 @@ def cache(tokenizer):
 
 
 def stamp(group, cache, env_name=None):
-    counts = Counter()
-    restore_group(cache, group, lambda name: counts.update([name]), env_name)
+    restore_group(cache, group, counts := Counter(), env_name)
     return counts
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
         inference_logprobs=None,
         scores=[0.0] * 4,
     )
-    restore_group(cache, group, lambda name: None, None)
+    restore_group(cache, group, Counter(), None)
     warm_mapping, cold_mapping = {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.2}
     expected = [[warm_mapping], [warm_mapping, cold_mapping], None, [cold_mapping]]
     assert group["group_overrides"]["sampling_params"] == expected
