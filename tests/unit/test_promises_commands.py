@@ -29,7 +29,7 @@ from recipe.atropos.config.compose import (
 )
 from recipe.atropos.environments import gsm8k_upstream
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
-from recipe.atropos.environments.word_problems import GSM8K, DatasetUnavailable, load_problems
+from recipe.atropos.environments.word_problems import GSM8K, load_problems
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
@@ -205,7 +205,7 @@ def test_promises_gsm8k_trains_on_gsm8k_unless_told_otherwise(monkeypatch):
     assert GSM8kEnvConfig().dataset_name == GSM8K == "openai/gsm8k"
     assert load_config(["preset=demo"]).environment.args.dataset_name == "synthetic"
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DatasetUnavailable, match="dataset_name=no/such-data: .*dataset_name=FOLDER .*=synthetic"):
+    with pytest.raises(ConfigurationError, match="dataset_name=no/such-data: .*dataset_name=FOLDER .*=synthetic"):
         load_problems("no/such-data", "train")
 
 

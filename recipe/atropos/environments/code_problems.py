@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
+from recipe.atropos.environments.hub import load_dataset
 from recipe.atropos.environments.sandbox.runner import Job
 from recipe.atropos.environments.word_problems import Split, split_of
 from recipe.atropos.errors import ConfigurationError
@@ -182,19 +183,12 @@ def load_problems(
 
 
 def _load(dataset: str, config: str | None) -> dict[str, Any]:
-    import datasets
-
+    fix = f"give a .jsonl or .parquet file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
     path = Path(dataset).expanduser()
-    try:
-        if path.is_file():
-            kind = "parquet" if path.suffix == ".parquet" else "json"
-            return datasets.load_dataset(kind, data_files=str(path))
-        return datasets.load_dataset(str(path) if path.is_dir() else dataset, config)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigurationError(
-            f"--env.dataset_name={dataset} cannot be loaded: {str(error).splitlines()[0]}; give a .jsonl or .parquet "
-            f"file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
-        ) from error
+    if path.is_file():
+        kind = "parquet" if path.suffix == ".parquet" else "json"
+        return load_dataset("dataset_name", kind, fix, data_files=str(path), shown=dataset)
+    return load_dataset("dataset_name", str(path) if path.is_dir() else dataset, fix, config)
 
 
 # ---------------------------------------------------------------------- generated problems

@@ -43,6 +43,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
+from recipe.atropos.environments.hub import load_dataset
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
@@ -304,9 +305,7 @@ def _items(name: str, source: str, split: str) -> list[Item]:
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"--env.{name}={source}{where}: {error}") from error
     else:
-        import datasets
-
-        items = list(datasets.load_dataset(source, split=split))
+        items = list(load_dataset(name, source, "give a .jsonl file, a folder or a name on the hub", split=split))
     if not items:
         raise ConfigurationError(f"--env.{name}={source}: no items")
     for number, item in enumerate(items, 1):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import orjson
 
 from recipe.atropos.config.models import looks_local
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.environments.hub import load_dataset
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]
@@ -48,10 +48,6 @@ _CHANGES = {
     "+": ("{name} buys {b} more.", "{name} finds {b} more."),
     "-": ("{name} gives {b} away.", "{name} loses {b} of them.", "{name} sells {b} of them."),
 }
-
-
-class DatasetUnavailable(AtroposError, OSError):
-    """Error for a hub dataset that cannot be loaded; the message gives the reason and the alternatives."""
 
 
 def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -> list[Row]:
@@ -142,7 +138,7 @@ def load_problems(
 
     Raises:
         FileNotFoundError: the path does not exist.
-        DatasetUnavailable: the hub has no such dataset, or cannot be reached.
+        ConfigurationError: the hub has no such dataset, or cannot be reached.
         ValueError: a row lacks question or answer (names file and line), or a generated split is too small.
     """
     if dataset in GENERATED:
@@ -150,16 +146,11 @@ def load_problems(
     path = Path(dataset).expanduser()
     if looks_local(dataset) or dataset.endswith(".jsonl"):
         return _read_jsonl(_local_file(path, split, config))[:size]
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(dataset, config, split=split if size is None else f"{split}[:{size}]")
-    except (OSError, ValueError) as error:  # no connection, or no such dataset, configuration or split
-        raise DatasetUnavailable(
-            f"dataset_name={dataset}: {' '.join(str(error).split())}; where the hub cannot be reached, give a folder "
-            "in GSM8K's format, dataset_name=FOLDER with train.jsonl and test.jsonl, or, to try things out, generated "
-            f"problems, dataset_name={SYNTHETIC}"
-        ) from error
+    fix = (
+        "where the hub cannot be reached, give a folder in GSM8K's format, dataset_name=FOLDER with train.jsonl and "
+        f"test.jsonl, or, to try things out, generated problems, dataset_name={SYNTHETIC}"
+    )
+    rows = load_dataset("dataset_name", dataset, fix, config, split=split if size is None else f"{split}[:{size}]")
     return [_checked(row, f"{dataset} row {i}") for i, row in enumerate(rows)]
 
 

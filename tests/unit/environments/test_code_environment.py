@@ -128,7 +128,7 @@ def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch, caplog)
     (folder / "train-00000-of-00001.parquet").rename(folder / "validation-00000-of-00001.parquet")
     with pytest.raises(ConfigurationError, match="no split 'train' beside"):
         load_problems(str(folder), "train", None, None, 0)
-    with pytest.raises(ConfigurationError, match="dataset_name=.*nowhere.jsonl cannot be loaded: .*'synthetic'"):
+    with pytest.raises(ConfigurationError, match="dataset_name=.*nowhere.jsonl: cannot be loaded: .*'synthetic'"):
         load_problems(str(tmp_path / "nowhere.jsonl"), "train", None, None, 0)
 
 

@@ -171,8 +171,11 @@ def test_program_items_may_hold_line_separators_of_unicode(tmp_path):
     assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))[0] == [item]
 
 
-def test_program_items_that_are_no_json_are_named(tmp_path):
+def test_program_items_that_cannot_be_read_are_named(tmp_path, monkeypatch):
+    """Lines that are no JSON, and data sets that are not there."""
     path = tmp_path / "items.jsonl"
     path.write_text("1\n\n{'a': 1}")
-    with pytest.raises(ConfigurationError, match="items.jsonl, line 3: Expecting property name"):
-        ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    for items, expected in ((path, ".*items.jsonl, line 3: Expecting property name"), ("no/such", "no/such: .*give a")):
+        with pytest.raises(ConfigurationError, match=f"--env.items={expected}"):
+            ProgramEnv.load(ProgramEnvConfig(command="true", items=str(items)))
