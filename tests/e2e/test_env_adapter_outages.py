@@ -3,7 +3,6 @@
 # ruff: noqa: F811  (fixtures that are imported)
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from atroposlib.utils.io import parse_http_response
 from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, make, managed, registered, roll_out, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get, running_api
+from helpers.stub_sglang import StubSGLang, stub_servers
 from helpers.trajectory_api import Api, running_trajectory_api
 from recipe.atropos.adapter import lifecycle, reporting
 from recipe.atropos.errors import EnvironmentFailure
@@ -110,6 +110,7 @@ async def test_environments_own_requests_have_the_apis_key(make, tmp_path, monke
     with running_trajectory_api(tmp_path, secret="secret") as service:
         ScriptedTrainer(f"{service.url}/secret", BATCH)
         env = await registered(make(service.url, environment, batch_size=SIZE))
+        await env._disconnect()
         assert env.config.batch_size == BATCH
         assert env.config.rollout_server_url == service.url, "the key is for no tracker and no log"
 
@@ -149,37 +150,23 @@ async def test_an_adapted_environment_refuses_run_api_by_name(make, tmp_path):
             await env.get_server_info()
 
 
-@contextlib.asynccontextmanager
-async def stand_in(port, **answers):
-    """A server whose endpoints say what cannot be had of the real one."""
-    app = web.Application()
-    for name, answer in answers.items():
-
-        async def handle(_, answer=answer):
-            return web.json_response(answer)
-
-        app.router.add_route("*", f"/{name}", handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        await runner.cleanup()
-
-
 async def test_adapted_env_says_silence_and_compares_tokenizers_late(api, make, monkeypatch):
+    async def answer(self, body):
+        return web.json_response({"tokens": [5, 6], "tokenizer_path": "the/policys"})
+
     monkeypatch.setattr(reporting, "_SILENCE", 0.5)
     monkeypatch.setattr(lifecycle, "_ASK_SERVER", 0.2)
-    port = free_port()
-    env = make(api, server_url=f"http://127.0.0.1:{port}/v1")
-    await env.setup()
-    env.setup = lambda: asyncio.sleep(0)
-    env.faults = {number: [None] for number in range(10**4)}
-    manager = asyncio.create_task(env.env_manager())
-    await until(lambda: env.report.counts["nothing_sent"], manager)
-    model_info = {"tokenizer_path": "the/policys", "weight_version": "0"}
-    async with stand_in(port, tokenize={"tokens": [5, 6]}, model_info=model_info):
+    for name in ("_tokenize", "_model_info"):
+        monkeypatch.setattr(StubSGLang, name, answer, raising=False)
+    async with stub_servers(1) as (server,):
+        server.failures = {"/tokenize": 503}
+        env = make(api, server_url=f"{server.url}/v1")
+        await env.setup()
+        env.setup = lambda: asyncio.sleep(0)
+        env.faults = {number: [None] for number in range(10**4)}
+        manager = asyncio.create_task(env.env_manager())
+        await until(lambda: env.report.counts["nothing_sent"], manager)
+        server.failures.clear()
         with pytest.raises(EnvironmentFailure, match="is not the tokenizer .* which is the/policys: .* give --env"):
             await asyncio.wait_for(manager, 10)
 
@@ -230,10 +217,6 @@ def own_api(tmp_path):
         yield service.url
 
 
-def get_status(url, env_id):
-    return get(f"{url}/status-env", {"env_id": env_id})
-
-
 @pytest.mark.slow
 async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model_path, tmp_path):
     """Though a thread hangs; it takes leave of the API."""
@@ -249,7 +232,7 @@ async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model
     try:
         await until(lambda: service.poll() is not None or "ready" in service.tail(200), within=60)
         assert service.poll() is None, service.tail()
-        weight = get_status(own_api, other.env_id)["env_weight"]
+        weight = get(f"{own_api}/status-env", {"env_id": other.env_id})["env_weight"]
         (child,) = psutil.Process(service.pid).children()
         os.kill(service.pid, signal.SIGTERM)
         assert service.process.wait(30) == 143, service.tail()
@@ -257,4 +240,4 @@ async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model
     finally:
         service.stop(grace=0)
     assert read_lines(report)[-1]["in_flight"] > 0
-    assert get_status(own_api, other.env_id)["env_weight"] > weight, "its part is the others'"
+    assert get(f"{own_api}/status-env", {"env_id": other.env_id})["env_weight"] > weight, "its part is the others'"

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from helpers.items import asked
 from recipe.atropos.environments.gsm8k import GSM8kEnv, is_correct, length_penalty
 from recipe.atropos.environments.word_problems import SYNTHETIC
 
@@ -68,15 +69,14 @@ def test_where_all_are_right_long_answers_get_less(env, node):
 
 def test_gsm8k_problems_come_once_an_epoch_in_a_new_order(env, tmp_path):
     """A resumed environment goes on."""
-    first = [asyncio.run(env.get_next_item())["question"] for _ in range(50)]
-    second = [asyncio.run(env.get_next_item())["question"] for _ in range(50)]
+    first, second = ([row["question"] for row in asked(env, 50)] for _ in range(2))
     assert len(set(first)) == 50 and set(first) == set(second) and first != second
     env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), "gsm8k_0", 7
     env.save_checkpoint(7)
-    following = asyncio.run(env.get_next_item())
+    following = asked(env, 1)
     env.position = 0
     env.load_checkpoint()
-    assert asyncio.run(env.get_next_item()) == following
+    assert asked(env, 1) == following
 
 
 def test_answers_stay_below_the_trainers_limit(env):

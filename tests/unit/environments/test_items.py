@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from pydantic import Field
 
+from helpers.items import asked as asked_only
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.algorithm.reward_bridge import parse_bridge
 from recipe.atropos.environments.calculator import CalculatorEnvConfig
@@ -187,7 +188,3 @@ def test_curriculum_of_word_problems_by_steps_or_given_levels(make_env, tmp_path
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     env = make_env(GSM8kEnv, dataset_name=str(tmp_path), curriculum_threshold=0.5)
     assert {item["level"] for item in asked_only(env, 20)} == {0}
-
-
-def asked_only(env, count):
-    return [asyncio.run(env.get_next_item()) for _ in range(count)]

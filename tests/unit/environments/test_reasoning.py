@@ -4,40 +4,31 @@ import random
 
 import pytest
 
-from recipe.atropos.adapter.cli import adapt
+from helpers.items import asked
 from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
-from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
+from recipe.atropos.environments.reasoning import ReasoningEnv, dataset, held_out, score
 
 
-def env(model_path, **settings):
-    _, [server] = ReasoningEnv.config_init()
-    server.model_name = str(model_path)
-    config = ReasoningEnvConfig(tokenizer_name=str(model_path), task=TASK, task_config=SETTINGS, **settings)
-    return adapt(ReasoningEnv)(config, [server])
+@pytest.fixture
+def make(make_env):
+    return lambda **options: make_env(ReasoningEnv, task=TASK, task_config=SETTINGS, **options)
 
 
-async def questions(model_path, count, **settings):
-    environment = env(model_path, **settings)
-    await ReasoningEnv.setup(environment)
-    drawn = [(await environment.get_next_item())["question"] for _ in range(count)]
-    return drawn, [problem["question"] for problem in environment.test]
-
-
-async def test_reasoning_holds_out_no_training_problem(model_path):
+def test_reasoning_holds_out_no_training_problem(make):
     """A seed changes only the training problems."""
-    first, held_back = await questions(model_path, 300, seed=0, eval_size=64)
-    other, held_back_too = await questions(model_path, 300, seed=1, eval_size=64)
+    envs = [make(seed=seed, eval_size=64) for seed in (0, 1)]
+    held_back, held_back_too = ([problem["question"] for problem in env.test] for env in envs)
+    first, other = ([problem["question"] for problem in asked(env, 300)] for env in envs)
     assert held_back == held_back_too and len(set(held_back)) == 64
     assert not set(held_back) & (set(first) | set(other))
     assert first != other and first[1:] != other[:-1], "reasoning-gym's neighbouring seeds are one sequence, shifted"
 
 
-async def test_reasoning_says_where_all_problems_are_held_out(model_path):
-    environment = env(model_path, train_size=3, eval_size=8)
-    await ReasoningEnv.setup(environment)
-    environment._held_out = {environment.train[i]["question"] for i in range(3)}
+def test_reasoning_says_where_all_problems_are_held_out(make):
+    env = make(train_size=3, eval_size=8)
+    env._held_out = {env.train[i]["question"] for i in range(3)}
     with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
-        await environment.get_next_item()
+        asked(env, 1)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +45,9 @@ def test_the_task_scores_what_stands_between_the_tags(text, expected):
     assert score(dataset(TASK, SETTINGS, 1, 0), text, {"answer": "-4"}) == expected
 
 
-def test_reasoning_counts_an_answer_that_the_parser_fails_on(model_path):
+def test_reasoning_counts_an_answer_that_the_parser_fails_on(make):
     """The parser is the task's own; such an answer scores nothing."""
-    environment = env(model_path)
+    environment = make()
     environment.train = dataset("prime_factorization", "{}", 2, 0)
     problem = environment.train[0]
     assert score(environment.train, "<answer>seven</answer>", problem) is None

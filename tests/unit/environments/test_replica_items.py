@@ -8,6 +8,7 @@ from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.items import asked
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.flags import UsageError, take_settings
 from recipe.atropos.adapter.replicas import checkpoint_name
@@ -59,13 +60,6 @@ class PlainEnv(SeededEnv):
 
 def replica(environment, number, replicas):
     return adapt(environment, settings=AdapterSettings(replica=number, replicas=replicas))
-
-
-def asked(env, count):
-    async def ask():
-        return [await env.get_next_item() for _ in range(count)]
-
-    return asyncio.run(ask())
 
 
 def test_replicas_ask_each_item_once_an_epoch(make_env):
