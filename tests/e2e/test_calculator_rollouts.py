@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 import sys
-import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +13,7 @@ import orjson
 import pytest
 import torch
 from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 from atroposlib.envs.base import APIServerConfig
 from transformers import AutoTokenizer
 
@@ -85,17 +85,13 @@ def on_the_wire(target, hold):
         await web.TCPSite(runner, "127.0.0.1", port).start()
         return runner
 
-    port, loop = free_port(), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    runner = asyncio.run_coroutine_threadsafe(serve(), loop).result(10)
-    try:
-        yield f"http://127.0.0.1:{port}", replies
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+    port = free_port()
+    with start_blocking_portal() as portal:
+        runner = portal.call(serve)
+        try:
+            yield f"http://127.0.0.1:{port}", replies
+        finally:
+            portal.call(runner.cleanup)
 
 
 def until_the_next_version(server, seconds=60):
@@ -111,11 +107,7 @@ def until_the_next_version(server, seconds=60):
         beginning = next((prompt for prompt in prompts if ids[: len(prompt)] == prompt), None)
         if beginning is None:
             prompts.append(ids)
-        elif (
-            len(ids) > len(beginning)
-            and len(prompts) >= 2 * GROUPS
-            and beginning in prompts[2 * GROUPS - 2 : 2 * GROUPS]
-        ):
+        elif len(ids) > len(beginning) and beginning in prompts[2 * GROUPS - 2 : 2 * GROUPS]:
             deadline = asyncio.get_running_loop().time() + seconds
             while await version() == "0" and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.1)
@@ -185,13 +177,8 @@ def trained(cluster, tmp_path_factory):
             close(trainer)
         stored = [read_batch(folder / "data", step).groups for step in range(1, STEPS + 1)]
         batches = [[orjson.loads(group.to_json()) for group in groups] for groups in stored]
-        yield (
-            policy,
-            batches,
-            [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])],
-            (read_metrics(folder / "run")),
-            server,
-        )
+        replies = [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
+        yield policy, batches, replies, read_metrics(folder / "run"), server
 
 
 def rows_of(groups):
