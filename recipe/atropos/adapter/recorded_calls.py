@@ -293,8 +293,8 @@ class RecordingManagedServer(ManagedServer):
 
     def _is_free(self, node: SequenceNode) -> bool:
         """Return whether no call of another task waits for its reply, by which it extends the node."""
-        others = [task for task, (one, _) in self._extends.items() if one is node and not task.done()]
-        return not {*others} - {asyncio.current_task()}
+        waiting = {task for task, (one, _) in self._extends.items() if one is node and not task.done()}
+        return waiting <= {asyncio.current_task()}
 
     def _compute_input_ids(self, input_text: str, extending_node: SequenceNode | None) -> list[int]:
         return self._prompt
