@@ -1,5 +1,8 @@
-"""Data sets that Hugging Face's ``datasets`` loads: from the hub, or from folders and files."""
+"""Data sets: a .jsonl file, or what Hugging Face's ``datasets`` loads from the hub, from folders and from files."""
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from recipe.atropos.errors import ConfigurationError
@@ -18,3 +21,19 @@ def load_dataset(option: str, name: str, fix: str, *args: Any, shown: str | None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         cause = " ".join(str(error).split())
         raise ConfigurationError(f"--env.{option}={shown or name}: cannot be loaded: {cause}; {fix}") from error
+
+
+def read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file, each with its place, "FILE line NUMBER".
+
+    Raises:
+        OSError, ValueError: it cannot be read, or a line is no JSON; names it.
+    """
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            where = f"{file} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not JSON: {error}") from error
+            yield where, row

@@ -43,7 +43,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
-from recipe.atropos.environments.hub import load_dataset
+from recipe.atropos.environments.hub import load_dataset, read_jsonl
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
@@ -297,13 +297,10 @@ def _function(name: str, target: str) -> Callable[..., Any]:
 def _items(name: str, source: str, split: str) -> list[Item]:
     path = Path(source)
     if path.suffix == ".jsonl":
-        items, where = list[Item](), ""
         try:
-            for number, line in enumerate(path.read_text().split("\n"), 1):
-                where = f", line {number}"
-                items += [json.loads(line)] if line.strip() else []
+            items = [item for _, item in read_jsonl(path)]
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"--env.{name}={source}{where}: {error}") from error
+            raise ConfigurationError(f"--env.{name}={source}: {error}") from error
     else:
         items = list(load_dataset(name, source, "give a .jsonl file, a folder or a name on the hub", split=split))
     if not items:

@@ -15,10 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from recipe.atropos.config.models import looks_local
-from recipe.atropos.environments.hub import load_dataset
+from recipe.atropos.environments.hub import load_dataset, read_jsonl
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]
@@ -145,7 +143,10 @@ def load_problems(
         return generate(split, size or 4096, seed, dataset)
     path = Path(dataset).expanduser()
     if looks_local(dataset) or dataset.endswith(".jsonl"):
-        return _read_jsonl(_local_file(path, split, config))[:size]
+        file = _local_file(path, split, config)
+        if not (local := [_checked(row, where) for where, row in read_jsonl(file)]):
+            raise ValueError(f"{file} holds no rows")
+        return local[:size]
     fix = (
         "where the hub cannot be reached, give a folder in GSM8K's format, dataset_name=FOLDER with train.jsonl and "
         f"test.jsonl, or, to try things out, generated problems, dataset_name={SYNTHETIC}"
@@ -162,20 +163,6 @@ def _local_file(path: Path, split: str, config: str | None) -> Path:
             f"name on the hub, or one of {', '.join(GENERATED)}"
         )
     return found
-
-
-def _read_jsonl(file: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        if line.strip():
-            try:
-                row = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise ValueError(f"{file} line {number} is not JSON: {error}") from error
-            rows.append(_checked(row, f"{file} line {number}"))
-    if not rows:
-        raise ValueError(f"{file} holds no rows")
-    return rows
 
 
 def _checked(row: dict, where: str) -> Row:

@@ -176,6 +176,9 @@ def test_program_items_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     path = tmp_path / "items.jsonl"
     path.write_text("1\n\n{'a': 1}")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    for items, expected in ((path, ".*items.jsonl, line 3: Expecting property name"), ("no/such", "no/such: .*give a")):
+    for items, expected in (
+        (path, ".*items.jsonl line 3 is not JSON: Expecting"),
+        ("no/such", "no/such: .*give a"),
+    ):
         with pytest.raises(ConfigurationError, match=f"--env.items={expected}"):
             ProgramEnv.load(ProgramEnvConfig(command="true", items=str(items)))
