@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
 
-from recipe.atropos.environments.hub import load_dataset
+from recipe.atropos.environments.data_sets import load_dataset
 from recipe.atropos.environments.sandbox.runner import Job
 from recipe.atropos.environments.word_problems import Split, split_of
 from recipe.atropos.errors import ConfigurationError

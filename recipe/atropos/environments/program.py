@@ -43,7 +43,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
-from recipe.atropos.environments.hub import load_dataset, read_jsonl
+from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from recipe.atropos.config.models import looks_local
-from recipe.atropos.environments.hub import load_dataset, read_jsonl
+from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]
