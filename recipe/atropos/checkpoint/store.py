@@ -5,6 +5,8 @@ Guarantees:
 - a checkpoint is complete once ``complete.json``, written last, lists its files, their sizes and digests; a run resumes
   only from the most recently completed one, or the one that it went back to since (``trainer.resume_from_path``),
   whatever verl's tracker says;
+- it is on the disk, synced, before it counts as complete and before an older one is removed for it: a power loss leaves
+  one or the other;
 - what a checkpoint holds is compared with its digests before it is used (``verify``);
 - partial checkpoints left by a kill or a full disk are removed at the next start; other folders are never touched;
 - ``keep`` applies to all complete checkpoints in the folder, including those of earlier processes; the one with the
@@ -30,7 +32,7 @@ from omegaconf import DictConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir, RunDirError
 from recipe.atropos.run.record import heldout_scores
-from recipe.atropos.utils.files import DiskFull, disk_errors, disk_is_full, read_json, write_atomic, write_json
+from recipe.atropos.utils.files import DiskFull, disk_errors, disk_is_full, read_json, sync, write_atomic, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
 logger = logging.getLogger(__name__)
@@ -134,9 +136,12 @@ class Checkpoints:
                 yield folder
                 files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
                 made = {name: (digests or {}).get(name) or _digest(folder / name) for name in files}
+                for path in (*folder.rglob("*"), folder, self.directory):
+                    sync(path)
                 complete = {"step": step, "sequence": self._next_sequence(), "model": model, "batch": batch}
                 write_json(folder / _COMPLETE, complete | {"files": files, "digests": made})
                 (folder / _INCOMPLETE).unlink()
+                sync(folder)
         except BaseException as error:
             # torch's writer, in another process, does not report why it failed.
             full = "No space left on device" in str(error) or disk_is_full(self.directory)
@@ -227,12 +232,16 @@ def model_of(folder: Path) -> dict[str, Any] | None:
 
 
 def digests_of(folder: Path, pattern: str) -> dict[str, str]:
-    """Return the digest of each file of a checkpoint that matches ``pattern``, by its name relative to ``folder``.
+    """Sync each file of a checkpoint that matches ``pattern``; return their digests by name relative to ``folder``.
 
     They find damage, not intent: xxh3, the fastest of what was measured, over mapped files, which are not empty.
     """
-    files = {path.relative_to(folder).as_posix(): np.memmap(path, mode="r") for path in folder.glob(pattern)}
-    return {name: xxhash.xxh3_64(file).hexdigest() for name, file in files.items()}
+    files = list(folder.glob(pattern))
+    for path in files:
+        sync(path)
+    return {
+        path.relative_to(folder).as_posix(): xxhash.xxh3_64(np.memmap(path, mode="r")).hexdigest() for path in files
+    }
 
 
 def verify(folder: Path, *patterns: str) -> None:

@@ -103,6 +103,18 @@ def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
         raise
 
 
+def sync(path: str | Path) -> None:
+    """Write to the disk what the kernel still holds of a file, or of the names in a folder; a power loss keeps it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that syncs no folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def replace_folder(path: str | Path) -> Iterator[Path]:
     """Yield an empty folder beside ``path``, which replaces it at the end of the block; an error changes nothing.

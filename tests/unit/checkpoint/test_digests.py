@@ -1,6 +1,8 @@
 """A checkpoint is used only as it was saved, and runs no code; what is changed is named, with what to do instead."""
 
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,6 +113,47 @@ def test_digest_is_made_and_compared_by_the_rank_itself(tmp_path):
     with pytest.raises(CheckpointDamaged, match=OPTIMIZER):
         worker.load_checkpoint(str(folder / "actor"))
     assert len(loaded) == 1
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Paths that were synced, in order; of a folder, with the names in it."""
+    found, fsync = [], os.fsync
+
+    def record(descriptor):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        found.append((path, frozenset(os.listdir(path)) if path.is_dir() else None))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return found
+
+
+def test_checkpoint_is_on_disk_before_an_older_one_goes(tmp_path, monkeypatch, synced):
+    """Else a power loss may leave neither: what was written last may not have reached the disk."""
+    older, removed = save(tmp_path, 2), []
+    remove = os.replace
+    monkeypatch.setattr(os, "replace", lambda *paths: removed.append((*paths, [*synced])) or remove(*paths))
+    with Checkpoints(tmp_path).saving(4, 1) as folder:
+        for name, content in FILES.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+        synced.clear()
+    [before] = [before for path, _, before in removed if path == older / "complete.json"]
+    assert {folder / name for name in FILES} <= dict(before).keys()
+    assert {"global_step_2", "global_step_4"} <= dict(before)[tmp_path]
+    assert dict(before)[folder / "actor"] >= {Path(name).name for name in (MODEL, OPTIMIZER)}
+    assert dict(before)[folder] == {"actor", "complete.json", "data.pt"}
+    [complete] = [i for i, (path, _) in enumerate(before) if path.name.startswith(".complete.json")]
+    assert {path for path, _ in before[complete + 1 :]} >= {folder} and not older.exists()
+
+
+def test_checkpoint_is_synced_by_the_rank_that_wrote_it(tmp_path, synced):
+    """On a file system of several machines, no other one holds what is still to be written."""
+    folder = save(tmp_path, 2)
+    synced.clear()
+    actor().save_checkpoint(str(folder / "actor"))
+    assert {path for path, _ in synced} == {folder / MODEL, folder / OPTIMIZER}
 
 
 def test_digest_is_compared_before_a_run_resumes(tmp_path):
