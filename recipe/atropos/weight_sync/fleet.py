@@ -88,7 +88,7 @@ class ServerFleet:
         return versions
 
     def wait_for(
-        self, least: int, limit: float | None = None, meanwhile: Callable[[], object] = lambda: None
+        self, least: int, meanwhile: Callable[[], object] = lambda: None, limit: float | None = None
     ) -> dict[str, str]:
         """Poll until ``least`` servers answer, and call ``meanwhile`` each time; return the weight version of each.
 

@@ -61,10 +61,8 @@ class WeightSyncManager:
         self.memory = memory
         self.version: int | None = None
 
-    def update_weights(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
+    def update_weights(self, global_steps: int) -> dict[str, float]:
         """Push the actor's weights as version ``global_steps`` to every server that answers; returns metrics.
-
-        ``meanwhile`` is called every second while none answers.
 
         Raises:
             ServersGone: no server is left, or one died in each of several consecutive pushes; before the first push,
@@ -80,9 +78,9 @@ class WeightSyncManager:
             # unique, also among pushes of that version by earlier trainers
             self.fleet.next_adapter = f"{ADAPTER_PREFIX}{global_steps}-{uuid.uuid4().hex[:8]}"
         if first:
-            self.fleet.wait_for(len(self.fleet.urls), self.startup_timeout)
+            self.fleet.wait_for(len(self.fleet.urls), limit=self.startup_timeout)
         for _ in range(attempts):
-            targets = sorted(self.fleet.wait_for(1, meanwhile=meanwhile))
+            targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
             metrics = self._push(global_steps, targets)
             if metrics is not None:
@@ -95,7 +93,8 @@ class WeightSyncManager:
     def ensure_current(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
-        Called before each step and while it waits for its batch. Returns metrics; raises as ``update_weights``.
+        Called before each step and while it waits for its batch; ``meanwhile`` is called every second while no server
+        answers. Returns metrics; raises as ``update_weights``.
         """
         if self.version is None:
             return {}
@@ -104,9 +103,12 @@ class WeightSyncManager:
         self.fleet.admit(self.version, current)
         others = sorted(versions.keys() - set(current))
         self.fleet.next_adapter = self.fleet.adapter
+        if not versions:
+            self._make_room()  # first, because a server that died can be restarted only then
+            self.fleet.wait_for(1, meanwhile)
         if not versions or (others and global_steps != self.version):
             # The active weights are no longer the actor's: all get its own.
-            return self.update_weights(global_steps, meanwhile)
+            return self.update_weights(global_steps)
         if others and (metrics := self._push(global_steps, others)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()
