@@ -190,7 +190,7 @@ def test_the_adapter_gives_what_a_merged_push_of_it_gives(story, trainer, server
     def push_merged(worker, url):
         from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
-        weights = worker.actor.engine._merged_lora_per_tensor_param()
+        weights = worker.actor.engine._pushed(adapter_only=False)
         merged = AtroposCheckpointEngine(1 << 26, worker.rank == 0, urls=[url], transport="tensor", dtype="float32")
         return asyncio.run(merged.send_weights(weights, 2, [url]))
 

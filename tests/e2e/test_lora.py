@@ -52,7 +52,7 @@ def adapter_alone(trainer):
 
     def stream(worker):
         engine = worker.actor.engine
-        return {name: tensor.clone() for name, tensor in engine._adapter_per_tensor_param()}
+        return {name: tensor.clone() for name, tensor in engine._pushed(adapter_only=True)}
 
     return ray.get([worker.__ray_call__.remote(stream) for worker in trainer.actor.workers])
 

@@ -26,7 +26,7 @@ parameters, so rank 0's weights are broadcast here.
 A new adapter depends only on the engine's ``seed``, not on the strategy or the number of ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -135,47 +135,39 @@ class PushedWeights:
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
         """Return (name, full tensor) pairs to push, in the trained dtype; every rank must iterate to the end."""
+        return self._pushed(self.adapter_only), None
+
+    def _pushed(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         # FSDP2 gathers shards from any device; only the arithmetic of an adapter needs them on the accelerator.
         adapted = self.model_config.lora_rank > 0
         staged = (adapted or fsdp_version(self.module) == 1) and not self._uses_fsdp2_cpu_offload_policy
         if staged:
             load_fsdp_model_to_gpu(self.module)
-        if self.adapter_only:
-            return self._adapter_per_tensor_param(), None
-        if adapted:
-            return self._merged_lora_per_tensor_param(), None
-        state = self.module.state_dict()
-        if staged and self._is_offload_param:
-            offload_fsdp_model_to_cpu(self.module)
-        return self.checkpoint_format.stream((name, _full(tensor)) for name, tensor in state.items()), None
-
-    def _adapter_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield PEFT's name and the full tensor of A, (r, in), and of scaling * B, (out, r), of every adapted layer.
-
-        Yields zeros for a layer without an adapter that SGLang fuses with an adapted layer.
-        """
         try:
             layers, state = adapted_layers(self.module), self.module.state_dict()
-            for name, layer in layers.items():
-                a, b = (_full(state[f"{name}.lora_{factor}.{ADAPTER}.weight"]) for factor in "AB")
-                yield f"{name}.lora_A.weight", a
-                yield f"{name}.lora_B.weight", b * layer.scaling[ADAPTER]
-                for part in _missing_parts(name, layers):
-                    weight = state.get(f"{part}.weight")
-                    if weight is not None:  # else the model has no such layer
-                        yield f"{part}.lora_A.weight", torch.zeros_like(a)
-                        yield f"{part}.lora_B.weight", b.new_zeros(weight.shape[0], len(a))
+            if adapter_only:
+                yield from _adapter_weights(layers, state)
+            else:
+                yield from self.checkpoint_format.stream(merged_weights(layers, state, _full))
         finally:
-            if self._is_offload_param:
+            if staged and self._is_offload_param:
                 offload_fsdp_model_to_cpu(self.module)
 
-    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            weights = merged_weights(adapted_layers(self.module), self.module.state_dict(), _full)
-            yield from self.checkpoint_format.stream(weights)
-        finally:
-            if self._is_offload_param:
-                offload_fsdp_model_to_cpu(self.module)
+
+def _adapter_weights(layers: Mapping[str, Linear], state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield PEFT's name and the full tensor of A, (r, in), and of scaling * B, (out, r), of every adapted layer.
+
+    Yields zeros for a layer without an adapter that SGLang fuses with an adapted layer.
+    """
+    for name, layer in layers.items():
+        a, b = (_full(state[f"{name}.lora_{factor}.{ADAPTER}.weight"]) for factor in "AB")
+        yield f"{name}.lora_A.weight", a
+        yield f"{name}.lora_B.weight", b * layer.scaling[ADAPTER]
+        for part in _missing_parts(name, layers):
+            weight = state.get(f"{part}.weight")
+            if weight is not None:  # else the model has no such layer
+                yield f"{part}.lora_A.weight", torch.zeros_like(a)
+                yield f"{part}.lora_B.weight", b.new_zeros(weight.shape[0], len(a))
 
 
 def _missing_parts(name: str, layers: Iterable[str]) -> list[str]:
