@@ -277,12 +277,7 @@ class RayGRPOAtroposTrainer:
         if not bypass:
             with marked_timer("old_log_prob", self.timing_raw):
                 computed, mfu = self.actor.log_probs(batch)
-            entropy = mean_entropy(
-                computed.pop("entropys"),
-                batch.batch["response_mask"],
-                self.config.actor_rollout_ref.actor,
-                shares_of(batch) if has_several_rows(batch) else None,
-            )
+            entropy = mean_entropy(computed.pop("entropys"), batch, self.config.actor_rollout_ref.actor)
             self.metrics |= {"actor/entropy": entropy, "perf/mfu/actor_infer": mfu}
             batch.batch.update(computed)
         elif lacking.any():

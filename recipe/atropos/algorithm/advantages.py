@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS, Estimator, equal_scores
 from recipe.atropos.algorithm.off_policy import correct_rollout
-from recipe.atropos.algorithm.trajectories import has_several_rows, shares_of, trajectories_of, trajectory_of
+from recipe.atropos.algorithm.trajectories import shares_of, trajectories_of, trajectory_of
 from recipe.atropos.data.data_proto import real_rows
 from recipe.atropos.data.rows import DroppedRow, environment_name
 from recipe.atropos.errors import AtroposError, ConfigurationError
@@ -247,11 +247,8 @@ def subtract_kl(
     mask, coefficient = rows.batch["response_mask"], controller.value
     kl = kl_penalty(rows.batch["old_log_probs"], rows.batch["ref_log_prob"], kl_penalty=estimator) * mask
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"] - coefficient * kl
-    means, trajectories = masked_mean(kl, mask=mask, axis=-1), len(rows)
-    if has_several_rows(rows):
-        trajectories = len(set(trajectories_of(rows)))
-        means = means * shares_of(rows) * len(rows) / trajectories
-    mean = means.mean().item()
+    trajectories = len(set(trajectories_of(rows)))
+    mean = (masked_mean(kl, mask=mask, axis=-1) * shares_of(rows) * (len(rows) / trajectories)).mean().item()
     controller.update(current_kl=mean, n_steps=trajectories)
     return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 

@@ -73,7 +73,7 @@ def compute_grpo_atropos_advantage(
     token_level_rewards: "torch.Tensor",
     response_mask: "torch.Tensor",
     index: "np.ndarray",
-    config: Any = None,
+    norm_adv_by_std_in_grpo: bool = True,
     **_: Any,
 ) -> tuple["torch.Tensor", "torch.Tensor"]:
     """Compute GRPO over each group, without verl's rounding error where all scores are equal.
@@ -82,16 +82,15 @@ def compute_grpo_atropos_advantage(
         token_level_rewards: (B, R) float32; only their sum over a row counts.
         response_mask: (B, R), 1 on trained tokens.
         index: (B,), the group id of each row.
-        config: verl's ``algorithm``; ``norm_adv_by_std_in_grpo`` (default true) divides by the standard deviation.
+        norm_adv_by_std_in_grpo: whether to divide by the standard deviation.
 
     Returns:
         Advantages and returns, the same (B, R) float32 tensor twice, 0 where the mask is 0.
     """
     from recipe.atropos.verl_ext.algorithm import compute_grpo_outcome_advantage
 
-    by_std = True if config is None else config.norm_adv_by_std_in_grpo
     advantages, _ = compute_grpo_outcome_advantage(
-        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=by_std
+        token_level_rewards, response_mask, index, norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo
     )
     advantages[equal_scores(token_level_rewards.sum(-1), index)] = 0.0
     return advantages, advantages

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from recipe.atropos.algorithm.trajectories import trajectories_of
+from recipe.atropos.algorithm.trajectories import shares_of, trajectories_of
 from recipe.atropos.data.rows import environment_name
 from recipe.atropos.verl_ext.algorithm import agg_loss
 from recipe.atropos.verl_ext.batch import DataProto
@@ -21,7 +21,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     - ``groups``, their number; ``zero_signal_groups`` and ``zero_signal_share``, the number and share of groups whose
       advantages are all 0 (before normalization, which would shift them);
     - ``num_environments``, overall only;
-    - ``credit/last_turn_share`` and ``credit/outcome_correlation``, of rows with a rule of credit: ``credit_metrics``.
+    - ``credit/last_turn_share`` and ``credit/outcome_correlation``, of rows with a rule of credit: ``_credit_metrics``.
     """
     named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)
     names = np.array([environment_name(*pair) for pair in named])
@@ -49,7 +49,7 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
             "groups": float(len(all_groups)),
             "zero_signal_groups": float(silent),
             "zero_signal_share": silent / len(all_groups),
-            **credit_metrics(rows, chosen & credited),
+            **_credit_metrics(rows, advantages, chosen & credited),
         }
 
     environments = sorted(set(names))
@@ -60,16 +60,16 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     return metrics
 
 
-def credit_metrics(rows: DataProto, chosen: np.ndarray) -> dict[str, float]:
+def _credit_metrics(rows: DataProto, advantages: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
     """Return how credit is spread over the rows that are ``chosen``, (B,) bool; nothing where it is not defined.
+
+    ``advantages``, (B, R), are 0 on what is not trained.
 
     - ``credit/last_turn_share``: the part of the sum of absolute advantages that is on trajectories' last turns; that
       of outcome GRPO is about their share of tokens, and where it is near 1 at lam 0 the values say nothing;
     - ``credit/outcome_correlation``: of a row's mean advantage with its score less the mean of its group: values that
       contradict outcomes lower it; that of outcome GRPO is near 1.
     """
-    trained = rows.batch["response_mask"].bool().numpy()
-    advantages = np.where(trained, rows.batch["advantages"].numpy(), 0.0)
     sampled = rows.batch.get("sampled_mask", rows.batch["response_mask"]).bool().numpy()  # before any rejection
     turns = (np.diff(sampled, axis=-1, prepend=False) & sampled).cumsum(-1)  # of each token, and last, their number
     last_rows = np.isin(np.arange(len(rows)), [*{t: i for i, t in enumerate(trajectories_of(rows))}.values()])
@@ -79,25 +79,21 @@ def credit_metrics(rows: DataProto, chosen: np.ndarray) -> dict[str, float]:
         metrics["credit/last_turn_share"] = float(sizes[ends[chosen]].sum() / sizes.sum())
     scores, groups = rows.batch["token_level_scores"].sum(-1).numpy()[chosen], rows.non_tensor_batch["uid"][chosen]
     outcomes = np.array([score - scores[groups == group].mean() for score, group in zip(scores, groups, strict=True)])
-    means = advantages[chosen].sum(-1) / trained[chosen].sum(-1).clip(1)
+    means = advantages[chosen].sum(-1) / rows.batch["response_mask"].numpy()[chosen].sum(-1).clip(1)
     if len(means) and np.std(means) > 0 and np.std(outcomes) > 0:
         metrics["credit/outcome_correlation"] = float(np.corrcoef(means, outcomes)[0, 1])
     return metrics
 
 
-def mean_entropy(
-    entropies: torch.Tensor, response_mask: torch.Tensor, actor: DictConfig, shares: torch.Tensor | None = None
-) -> float:
-    """Return the entropy of trained tokens in nats, aggregated like the loss of ``actor``; both tensors (B, R).
-
-    ``shares``, (B,), are ``trajectories.shares_of`` the rows, if a trajectory has several.
-    """
-    if shares is not None and actor.loss_agg_mode == "seq-mean-token-mean":
+def mean_entropy(entropies: torch.Tensor, batch: DataProto, actor: DictConfig) -> float:
+    """Return the entropy of trained tokens in nats, (B, R) at all, aggregated like the loss of ``actor``."""
+    shares = shares_of(batch)
+    if actor.loss_agg_mode == "seq-mean-token-mean":
         entropies = entropies * shares[:, None]
     return agg_loss(
         loss_mat=entropies,
-        loss_mask=response_mask,
-        global_batch_size=None if shares is None else round(shares.sum().item()),
+        loss_mask=batch.batch["response_mask"],
+        global_batch_size=round(shares.sum().item()),
         loss_agg_mode=actor.loss_agg_mode,
         loss_scale_factor=actor.loss_scale_factor,
     ).item()
