@@ -56,30 +56,28 @@ class LimitedWorkerGroup(RayWorkerGroup):
         """
         key = "step_timeout" if limit is None else "weight_sync.timeout"
         limit = max(0.0, min(self.limit, self.deadline - time.monotonic())) if limit is None else limit
+        calls = references if isinstance(references, list) else [references]
         try:
             return ray.get(references, timeout=limit)
         except ray.exceptions.RayTaskError as error:
-            if (lost := _lost_rank(references)) is not None:
+            if (lost := _lost_rank(calls)) is not None:
                 raise lost from error
             raise
         except ray.exceptions.GetTimeoutError:
-            references = references if isinstance(references, list) else [references]
-            _, missing = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
-            ranks = [rank for rank, reference in enumerate(references) if reference in missing]
+            _, missing = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
+            ranks = [rank for rank, call in enumerate(calls) if call in missing]
             raise RankTimeout(
-                f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(references)} within "
+                f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(calls)} within "
                 f"{limit:.0f} s; logs/ray has their output; raise trainer.atropos.{key} if they were at work"
             ) from None
 
 
-def _lost_rank(references: Any) -> ray.exceptions.RayActorError | None:
+def _lost_rank(calls: list[Any]) -> ray.exceptions.RayActorError | None:
     """Return the error of a rank whose process died, if that is why a call failed."""
-    if not isinstance(references, list):
-        return None
-    ray.wait(references, num_returns=len(references), timeout=_DEATH_SECONDS, fetch_local=False)
-    for reference in references:
+    ray.wait(calls, num_returns=len(calls), timeout=_DEATH_SECONDS, fetch_local=False)
+    for call in calls:
         try:
-            ray.get(reference, timeout=0)
+            ray.get(call, timeout=0)
         except ray.exceptions.RayActorError as error:
             return error
         except Exception:  # noqa: S112  (of a peer, or no answer yet)

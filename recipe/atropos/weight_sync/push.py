@@ -15,9 +15,7 @@
 """
 
 import time
-from collections.abc import Iterator, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from recipe.atropos.config.transports import WeightTransport
 from recipe.atropos.inference.client import SGLangClient
@@ -44,9 +42,16 @@ async def push(
     Raises:
         WeightPushError: a phase failed on a server; from the pause on, the servers are left paused.
     """
+    nbytes = 0
+
+    def counted() -> NamedTensors:
+        nonlocal nbytes
+        for name, tensor in weights:
+            nbytes += tensor.nbytes
+            yield name, tensor
+
     started = time.perf_counter()
-    counted = _Counted(weights)
-    await transport.stage(clients, counted, version)
+    await transport.stage(clients, counted(), version)
     staged = time.perf_counter()
 
     if transport.pauses:
@@ -63,28 +68,12 @@ async def push(
     transport.release(version)
     return {
         "weight_sync/version": float(version),
-        "weight_sync/bytes": float(counted.nbytes),
+        "weight_sync/bytes": float(nbytes),
         "weight_sync/stage_s": staged - started,
         "weight_sync/deliver_s": delivered - staged,
         "weight_sync/pause_s": resumed - staged if transport.pauses else 0.0,
         "weight_sync/total_s": resumed - started,
     }
-
-
-class _Counted:
-    """Iterator over ``weights`` that counts their bytes."""
-
-    def __init__(self, weights: NamedTensors):
-        self._weights = weights
-        self.nbytes = 0
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        name, tensor = next(self._weights)
-        self.nbytes += tensor.nbytes
-        return name, tensor
 
 
 async def _verify(client: SGLangClient, version: int) -> None:
