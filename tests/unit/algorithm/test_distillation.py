@@ -11,22 +11,13 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from helpers.loss import loss_of
 from helpers.trainer import compose_config
-from recipe.atropos.algorithm import losses
 from recipe.atropos.algorithm.losses import DistillationConfig, finished_metrics, forward_kl_top_k
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import NO_TEACHER, RowLimits
 
+pytestmark = pytest.mark.usefixtures("several_chunks")
+
 V = 11
-
-
-@pytest.fixture(autouse=True)
-def several_chunks(monkeypatch):
-    monkeypatch.setattr(losses, "_CHUNK", 3)
-
-
-@pytest.fixture
-def rng():
-    return torch.Generator().manual_seed(0)
 
 
 def teacher(rng, n, k):

@@ -28,6 +28,12 @@ LIMITS = RowLimits(max_length=90, pad_token_id=0)
 OF_SCORES = "gpg grpo grpo_atropos grpo_passk grpo_vectorized opo rloo rloo_vectorized".split()
 
 
+def of_one_token(*scores):
+    """A group of rows with one trained token each."""
+    n = len(scores)
+    return {"tokens": [[1, 2]] * n, "masks": [[-100, 2]] * n, "scores": list(scores)}
+
+
 def with_advantages(group, rng, rows=None):
     """The group with an advantage a token, in ``rows`` (all), as environments send them: also under the prompt."""
     chosen = range(len(group["tokens"])) if rows is None else rows
@@ -121,9 +127,8 @@ def test_environment_advantages_reach_their_tokens(by_std, use_own):
 
 @pytest.mark.parametrize(("use_own", "told"), [(True, ["lam=0", "lam=0", None]), (False, [None] * 3)])
 def test_credit_is_told_where_it_made_the_advantages(use_own, told):
-    credited = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [0.0, 1.0], "advantages": [[0.0, 1.0]] * 2}
-    other = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
-    data = estimate([credited | {"group_overrides": {"credit": "lam=0"}}, other], use_advantages=use_own)
+    credited = {"advantages": [[0.0, 1.0]] * 2, "group_overrides": {"credit": "lam=0"}}
+    data = estimate([of_one_token(0.0, 1.0) | credited, of_one_token(1.0)], use_advantages=use_own)
     assert data.non_tensor_batch["credit"].tolist() == told
 
 
@@ -143,7 +148,7 @@ def test_batch_without_own_advantages_gets_verls_grpo(by_std):
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk"])
 def test_estimators_divide_by_the_deviation_only_if_told(name):
     """Of four scores 0, 0, 0, 1, with mean 1/4 and deviation 1/2; pass@k compares the best with the second best."""
-    group = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0.0, 0.0, 0.0, 1.0]}
+    group = of_one_token(0.0, 0.0, 0.0, 1.0)
     plain = [0.0, 0.0, 0.0, 1.0] if name == "grpo_passk" else [-0.25, -0.25, -0.25, 0.75]
     for by_std, scale in (("true", 2.0), ("false", 1.0)):
         data = estimate([group], f"algorithm.adv_estimator={name}", f"algorithm.norm_adv_by_std_in_grpo={by_std}")
@@ -151,29 +156,35 @@ def test_estimators_divide_by_the_deviation_only_if_told(name):
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-@pytest.mark.parametrize("scores", [[3.0], [3.0, 5.0]], ids=["alone", "beside_a_dropped_row"])
-def test_whitened_batch_of_one_token_has_no_advantage(name, scores):
-    """A value is its own mean."""
-    n = len(scores)
-    group = {"tokens": [[1, 2]] * n, "masks": [[-100, 2], [-100, -100]][:n], "scores": scores}
-    data = estimate([group], f"algorithm.adv_estimator={name}")
-    assert data.batch["advantages"].tolist() == [[0.0]] and data.non_tensor_batch["has_signal"].tolist() == [False]
-    two = {"tokens": [[1, 2]] * 2, "masks": [[-100, 2]] * 2, "scores": [3.0, 5.0]}
+def test_whitened_batch_of_one_token_has_no_advantage(name):
+    """A value is its own mean; also beside a dropped row."""
+    two = of_one_token(3.0, 5.0)
+    for group in (of_one_token(3.0), two | {"masks": [[-100, 2], [-100, -100]]}):
+        data = estimate([group], f"algorithm.adv_estimator={name}")
+        assert data.batch["advantages"].tolist() == [[0.0]] and data.non_tensor_batch["has_signal"].tolist() == [False]
     assert estimate([two], f"algorithm.adv_estimator={name}").batch["advantages"].abs().min() > 0.5
 
 
 @pytest.mark.parametrize("name", ESTIMATORS, ids=str)
 def test_zero_signal_groups_are_counted_for_every_estimator(name):
-    """Of scores of 100.1, rounding and whitening leave no exact 0. Without groups, the whole batch is compared."""
+    """Of scores of 100.1, rounding and whitening leave no exact 0, nor does normalizing, before which is counted.
+
+    Without groups, the whole batch is compared.
+    """
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, turns=2, size=8) | {"scores": [100.1] * 8} for _ in range(2)]
     if name != "reinforce_plus_plus":
         groups.append(random_group(rng, 50, turns=2, size=3) | {"scores": [1.0, 2.0, 4.0]})
-    overrides = [f"algorithm.adv_estimator={name}"]
-    found = batch_metrics(estimate(groups, *overrides))
+
+    def metrics():
+        data = estimate(groups, f"algorithm.adv_estimator={name}", advantage_normalization="batch")
+        assert data.batch["advantages"][0].any() or name == "reinforce_plus_plus"
+        return batch_metrics(data)
+
+    found = metrics()
     assert (found["atropos/zero_signal_groups"], found["atropos/groups"]) == (2, len(groups))
     groups[0]["scores"][0] = 101.0
-    assert batch_metrics(estimate(groups, *overrides))["atropos/zero_signal_groups"] == (name != "reinforce_plus_plus")
+    assert metrics()["atropos/zero_signal_groups"] == (name != "reinforce_plus_plus")
 
 
 def test_group_of_equal_scores_has_no_advantage():
@@ -383,17 +394,12 @@ def test_global_statistics_run_over_all_batches():
 
 def test_clipping_bounds_advantages_after_normalizing():
     groups = mixed_groups()
-    free, clipped = (estimate(groups, advantage_normalization="batch", advantage_clipping=c) for c in (None, [-0.5, 1]))
-    wanted = [{t: min(max(v, -0.5), 1.0) if v else 0.0 for t, v in row.items()} for row in as_rows(free)]
-    assert_same(as_rows(clipped), wanted, 1e-6)
-    assert clipped.batch["advantages"].min() == -0.5 and clipped.batch["advantages"].max() == 1
-
-
-def test_clipping_leaves_an_advantage_that_was_set_to_zero():
-    trained = torch.tensor([[True, True], [False, False]])
-    advantages = torch.tensor([[0.1, 3.0], [2.0, 2.0]])
-    shaped = shape_advantages(advantages, trained, RunningMoments(), normalization="none", clipping=(0.5, 1))
-    assert shaped.tolist() == [[0.5, 1.0], [0.0, 0.0]]
+    free = as_rows(estimate(groups, advantage_normalization="batch"))
+    for low in (-0.5, 0.5):  # above 0, too, what was set to zero stays
+        clipped = estimate(groups, advantage_normalization="batch", advantage_clipping=[low, 1])
+        wanted = [{t: min(max(v, low), 1.0) if v else 0.0 for t, v in row.items()} for row in free]
+        assert_same(as_rows(clipped), wanted, 1e-6)
+        assert low in clipped.batch["advantages"] and clipped.batch["advantages"].max() == 1
 
 
 def test_row_without_own_advantages_can_be_an_error():
@@ -403,15 +409,6 @@ def test_row_without_own_advantages_can_be_an_error():
     with pytest.raises(MissingAdvantages, match=r"group 0 of gsm8k_0: 10 of 15 rows .*fallback_to_grpo"):
         estimate(groups, fallback_to_grpo=False)
     estimate(groups[1:2], fallback_to_grpo=False)
-
-
-def test_group_without_signal_is_counted_before_normalizing():
-    groups = mixed_groups()[1:3]
-    for group in groups:
-        group.pop("advantages")
-    groups[0]["scores"] = [1.0] * len(groups[0]["scores"])
-    data = estimate(groups, advantage_normalization="batch")
-    assert data.batch["advantages"][0].any() and batch_metrics(data)["atropos/zero_signal_groups"] == 1
 
 
 def test_grpo_by_itself_divides_by_the_deviation():

@@ -28,17 +28,9 @@ from recipe.atropos.algorithm.losses import (
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 
+pytestmark = pytest.mark.usefixtures("several_chunks")
+
 B, S, V = 3, 7, 11
-
-
-@pytest.fixture(autouse=True)
-def several_chunks(monkeypatch):
-    monkeypatch.setattr(losses, "_CHUNK", 3)
-
-
-@pytest.fixture
-def rng():
-    return torch.Generator().manual_seed(0)
 
 
 def sequences(rng):
