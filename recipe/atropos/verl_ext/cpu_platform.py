@@ -51,15 +51,17 @@ def _device_module() -> ModuleType:
     def resident_bytes(*_: Any, **__: Any) -> int:
         return psutil.Process().memory_info().rss
 
-    module.is_available = _always(False)  # no accelerator: verl then skips its device memory management
-    module.mem_get_info = host_memory
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(module, name, resident_bytes)
     for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
         setattr(module, name, _always(None))
-    module.get_device_name = _always("cpu")
-    module.get_rng_state = torch.get_rng_state
-    module.set_rng_state = torch.set_rng_state
+    module.__dict__.update(
+        is_available=_always(False),  # no accelerator: verl then skips its device memory management
+        mem_get_info=host_memory,
+        get_device_name=_always("cpu"),
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
     return module
 
 

@@ -38,7 +38,7 @@ class ServersGone(AtroposError, RuntimeError):
 class ServerFleet:
     """State of the servers of ``urls``. ``holding``: those that hold the active version.
 
-    ``adapter``: name of the active adapter; ``next_adapter``: of the one being pushed; None if all weights are pushed.
+    ``adapter``: name of the active adapter, None if all weights are pushed.
     ``timeout``: seconds for one request by ``ask``, and to wait until enough servers answer.
     """
 
@@ -48,7 +48,6 @@ class ServerFleet:
     timeout: float = 600.0
     holding: set[str] = field(default_factory=set)
     adapter: str | None = None
-    next_adapter: str | None = None
     _errors: dict[str, str] = field(default_factory=dict)
     _level: int = logging.INFO  # of what is missing: servers may still load until the first push
 

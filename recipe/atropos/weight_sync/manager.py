@@ -49,7 +49,7 @@ class WeightSyncManager:
         adapter_only: bool,
         timeout: float,
         startup_timeout: float,
-        verify: Callable[[int, list[str]], dict[str, float]] | None = None,
+        verify: Callable[[int, list[str], str | None], dict[str, float]] | None = None,
         memory: SharedMemory | None = None,
     ):
         self.actor_wg = actor_wg
@@ -74,17 +74,17 @@ class WeightSyncManager:
         """
         self._make_room()  # first, because a server that died can be restarted only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
-        if self.adapter_only:
-            # unique, also among pushes of that version by earlier trainers
-            self.fleet.next_adapter = f"{ADAPTER_PREFIX}{global_steps}-{uuid.uuid4().hex[:8]}"
+        # unique, also among pushes of that version by earlier trainers
+        adapter = f"{ADAPTER_PREFIX}{global_steps}-{uuid.uuid4().hex[:8]}" if self.adapter_only else None
         if first:
             self.fleet.wait_for(len(self.fleet.urls), limit=self.startup_timeout)
         for _ in range(attempts):
             targets = sorted(self.fleet.wait_for(1))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
-            metrics = self._push(global_steps, targets)
+            metrics = self._push(global_steps, targets, adapter)
             if metrics is not None:
                 returned = 0 if first else len(set(targets) - self.fleet.holding)
+                self.fleet.adapter = adapter
                 return self._admitted(global_steps, targets, metrics, returned)
         raise ServersGone(
             f"a server died in each of {attempts} pushes of version {global_steps}: see the servers' logs"
@@ -102,14 +102,13 @@ class WeightSyncManager:
         current = [url for url in self.fleet.holding if versions[url] == str(self.version)]
         self.fleet.admit(self.version, current)
         others = sorted(versions.keys() - set(current))
-        self.fleet.next_adapter = self.fleet.adapter
         if not versions:
             self._make_room()  # first, because a server that died can be restarted only then
             self.fleet.wait_for(1, meanwhile)
         if not versions or (others and global_steps != self.version):
             # The active weights are no longer the actor's: all get its own.
             return self.update_weights(global_steps)
-        if others and (metrics := self._push(global_steps, others)) is not None:
+        if others and (metrics := self._push(global_steps, others, self.fleet.adapter)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()
 
@@ -145,10 +144,19 @@ class WeightSyncManager:
             self.actor_wg.empty_cache()
             self.memory.resume_weights()
 
-    def _push(self, global_steps: int, targets: list[str]) -> dict[str, float] | None:
+    def _push(self, global_steps: int, targets: list[str], adapter: str | None) -> dict[str, float] | None:
         """Push to ``targets`` only; return its metrics, or None if one of them died in it."""
         try:
-            return self._push_once(global_steps, targets)
+            self._make_room()
+            pushed = self.actor_wg.update_weights(global_steps, targets, adapter)
+            results = self.actor_wg.wait("update_weights", pushed, self.timeout)
+            metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
+            if self.memory is not None:
+                self.actor_wg.empty_cache()
+                self.memory.resume_caches(global_steps)
+                self.memory.resume(targets)
+            if self.verify is not None:
+                metrics |= self.verify(global_steps, targets, adapter)
         except (RankTimeout, RayTaskError, WeightPushError, InferenceError) as error:
             if not self.fleet.died(targets):
                 raise
@@ -156,25 +164,12 @@ class WeightSyncManager:
             if self.memory is not None:
                 self.memory.forget(self.fleet.removed)
             return None
-
-    def _push_once(self, global_steps: int, targets: list[str]) -> dict[str, float]:
-        self._make_room()
-        pushed = self.actor_wg.update_weights(global_steps, targets, self.fleet.next_adapter)
-        results = self.actor_wg.wait("update_weights", pushed, self.timeout)
-        metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
-        if self.memory is not None:
-            self.actor_wg.empty_cache()
-            self.memory.resume_caches(global_steps)
-            self.memory.resume(targets)
-        if self.verify is not None:
-            metrics |= self.verify(global_steps, targets)
         self.version = global_steps
         return metrics
 
     def _admitted(
         self, global_steps: int, urls: list[str], metrics: dict[str, float], returned: int
     ) -> dict[str, float]:
-        self.fleet.adapter = self.fleet.next_adapter
         self.fleet.admit(global_steps, urls)
         if returned:
             logger.warning("%d SGLang servers are readmitted with version %d", returned, global_steps)

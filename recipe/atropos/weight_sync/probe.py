@@ -26,6 +26,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # nats, mean abs
 def probe_servers(
     version: int,
     urls: Sequence[str],
+    adapter: str | None = None,
     *,
     fleet: ServerFleet,
     vocab_size: int,
@@ -35,14 +36,14 @@ def probe_servers(
 ) -> dict[str, float]:
     """Probe the servers of ``urls``; ``compute`` gives the trainer's logprobs, (B, R), of the rows' responses.
 
-    ``dtype``, that of the served weights, sets the tolerance on logprobs. Returns the largest difference of any server,
-    its mean over tokens in nats, as a metric.
+    ``adapter``: its name on the servers, if one was pushed. ``dtype``, that of the served weights, sets the tolerance
+    on logprobs. Returns the largest difference of any server, its mean over tokens in nats, as a metric.
 
     Raises:
         WeightPushError: a server's logprobs differ from the trainer's; names it. All servers are left paused.
         InferenceError: a server does not answer.
     """
-    rows = sample(urls, fleet, vocab_size, temperature)
+    rows = sample(urls, fleet, vocab_size, temperature, adapter)
     engine = torch.from_numpy(np.stack([row.log_probs for row in rows]))
     gaps = (compute(rows) - engine).abs().mean(-1).tolist()
     tolerance = TOLERANCE[dtype]
@@ -58,7 +59,9 @@ def probe_servers(
     return {"weight_sync/probe_gap": max(gaps)}
 
 
-def sample(urls: Sequence[str], fleet: ServerFleet, vocab_size: int, temperature: float) -> list[Row]:
+def sample(
+    urls: Sequence[str], fleet: ServerFleet, vocab_size: int, temperature: float, adapter: str | None = None
+) -> list[Row]:
     """Return what each server samples after the prompt, as a row with the engine's logprobs; ``uid``: its URL.
 
     The prompt is the same for every push, and from the whole vocabulary, so that many embedding rows are checked.
@@ -70,9 +73,7 @@ def sample(urls: Sequence[str], fleet: ServerFleet, vocab_size: int, temperature
     parameters = {"temperature": temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
 
     async def ask(client: SGLangClient) -> Row:
-        reply = await client.generate(
-            input_ids=prompt.tolist(), sampling_params=parameters, lora_path=fleet.next_adapter
-        )
+        reply = await client.generate(input_ids=prompt.tolist(), sampling_params=parameters, lora_path=adapter)
         sampled = reply["meta_info"]["output_token_logprobs"]
         return Row(
             prompt=prompt,

@@ -92,7 +92,7 @@ def die(served, number):
 
 
 def test_manager_advances_its_version_only_after_verification(served):
-    def verify(step, urls):
+    def verify(step, urls, adapter):
         assert (step, urls) == (4, sorted(served.fleet.urls)) and manager.version is None, "not before it is verified"
         assert served.gateway.serves()[:2] == (None, set()), "nor does any request meet it"
         if refusing:

@@ -122,18 +122,15 @@ async def filled_ahead(buckets: Iterator[Bucket]) -> Iterator[Bucket]:
 
 async def send_in_buckets(buckets: Iterator[Bucket], send: Callable[[Bucket], Awaitable[None]]) -> None:
     """Send every bucket, in order; the next is filled in a thread meanwhile."""
-    sending: asyncio.Task[None] | None = None
+    sending = asyncio.ensure_future(asyncio.sleep(0))
     try:
         while (bucket := await in_thread(lambda: next(buckets, None))) is not None:
-            if sending is not None:
-                await sending
-            sending = asyncio.ensure_future(send(bucket))
-        if sending is not None:
             await sending
+            sending = asyncio.ensure_future(send(bucket))
+        await sending
     finally:
-        if sending is not None and not sending.done():
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
 
 
 async def in_thread(action: Callable[[], Result]) -> Result:
