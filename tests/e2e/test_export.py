@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, dynamic_module_utils
 
 from helpers.disk import fill
-from helpers.export import alone, arguments, configuration, make_model, saved_run, small_run, trained  # noqa: F401
-from helpers.families import FAMILIES, WITHOUT_LORA, Engine
+from helpers.export import alone, arguments, configuration, saved_run, small_run, trained  # noqa: F401
+from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_model  # noqa: F401
 from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint import safetensors_writer

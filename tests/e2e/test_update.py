@@ -6,24 +6,33 @@ the gradient is the sum of ``coefficient * grad log p(token)`` over plain transf
 
 import math
 import statistics
-from functools import partial
 
 import numpy as np
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_kl_controller
-from verl.utils.config import omega_conf_to_dataclass
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
-from helpers.trainer import begin_step, compose_config, model_vocab, pushed_weights, random_group, running
-from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from helpers.gradients import (
+    Update,
+    assert_gradient,
+    assert_per_token,
+    group_advantages,
+    rows_of,
+    sgd_trainer,
+    some_groups,
+    weighted,
+)
+from helpers.trainer import model_vocab
+from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.off_policy import _rewards_on
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.sampling import SamplingCheck
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
+
+
+UNWEIGHTED = {"rollout_correction.rollout_is": None}
 
 
 @pytest.fixture(
@@ -33,24 +42,9 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 )
 def trainer(request, model_path, tmp_path_factory):
     strategy, world = request.param
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"trainer.n_gpus_per_node={world}",
-        f"run.dir={tmp_path_factory.mktemp('run')}",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
-        "trainer.atropos.distillation.loss_coef=0.7",
-        "actor_rollout_ref.actor.optim.optimizer=SGD",
-        "actor_rollout_ref.actor.optim.lr=1",
-        "actor_rollout_ref.actor.optim.weight_decay=0",
-        "actor_rollout_ref.actor.optim.clip_grad=1e9",
-        "inference.urls=[]",  # a push then only writes the weights
-    )
-    with running(config) as trainer:
-        trainer.defaults = config.algorithm.copy()
-        trainer.start = str(tmp_path_factory.mktemp("start"))
-        trainer.actor.save_checkpoint(trainer.start)
+    options = [f"actor_rollout_ref.actor.strategy={strategy}", f"trainer.n_gpus_per_node={world}"]
+    options.append("trainer.atropos.distillation.loss_coef=0.7")
+    with sgd_trainer(model_path, tmp_path_factory.mktemp("sgd"), *options) as trainer:
         yield trainer
 
 
@@ -59,150 +53,40 @@ def plain(model_path):
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
 
-def some_groups(model_path, seed=0):
-    """13 rows in four groups of unequal sizes, two turns each; the last group has no engine logprobs."""
-    rng = np.random.default_rng(seed)
-    groups = [random_group(rng, model_vocab(model_path), turns=2, size=n, prompt=10) for n in (4, 3, 4, 2)]
-    for group in groups:
-        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
-        group["inference_logprobs"] = [[v if v == 1.0 else 5 * v for v in row] for row in group["inference_logprobs"]]
-    groups[3]["inference_logprobs"] = None
-    groups[0]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
-    return groups
-
-
-class Update:
-    """Weights before and after one update of the first model on ``groups``, and what the trainer said of it."""
-
-    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, mini_batch_size=None):
-        trainer.config.algorithm = trainer.defaults.copy()
-        for key, value in dict(algorithm).items():
-            target, _, name = key.rpartition(".")
-            setattr(trainer.config.algorithm[target] if target else trainer.config.algorithm, name, value)
-        config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
-        for key, value in dict(actor).items():
-            target, _, name = key.rpartition(".")
-            object.__setattr__(getattr(config, target) if target else config, name, value)
-        loss = partial(atropos_loss, config=config, distillation=distillation or DistillationConfig())
-        trainer.actor.set_loss_fn(loss)
-        if trainer.config.algorithm.use_kl_in_reward:
-            trainer.kl_controller = get_kl_controller(trainer.config.algorithm.kl_ctrl)
-
-        trainer.actor.load_checkpoint(trainer.start)  # updates as large as these add up to nan
-        before = self._weights(trainer)
-        plain.load_state_dict(before)
-        if mini_batch_size:
-            trainer.metrics, trainer.mini_batch_size = {}, mini_batch_size
-            batch, report = trainer._batch_of(groups)
-        else:
-            batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
-        assert not report.dropped and report.padding_rows == batch.non_tensor_batch["is_padding"].sum()
-        assert report.padding_rows or trainer.actor.data_parallel_size() == 1, "one rank needs none in a mini-batch"
-        if distillation is None:
-            batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
-        begin_step(trainer, batch, step=1)
-        if any("sampling_params" in group.get("group_overrides", {}) for group in groups):
-            trainer.sampling_check = SamplingCheck(temperature=1.0, mode="per_row")
-            trainer._check_sampling(batch)
-        trainer._compute_log_probs(batch)
-        trainer._compute_advantages(batch)
-        trainer._update_actor(batch)
-        self.batch = batch
-        self.metrics = trainer.metrics
-        after = self._weights(trainer)
-        self.gradient = {name: before[name] - after[name] for name in before}
-
-    @staticmethod
-    def _weights(trainer):
-        ray.get(trainer.actor.update_weights(1, []))
-        return pushed_weights(trainer.config.run.dir, 1)
-
-
-class Tokens:
-    """A row of ``groups`` under the plain model: its trained positions, logits and logprobs there.
-
-    At the temperature that it was sampled at, where the group says so.
-    """
-
-    def __init__(self, plain, group, row):
-        mask = group["masks"][row]
-        self.group, self.row = group, row
-        self.first = next(t for t, m in enumerate(mask) if m != -100)
-        self.positions = [t for t in range(len(mask)) if mask[t] != -100]
-        ids = torch.tensor(group["tokens"][row])
-        sampling = group.get("group_overrides", {}).get("sampling_params")
-        self.logits = plain(ids[None]).logits[0].float() / (sampling[row][0]["temperature"] if sampling else 1.0)
-        self.log_policy = self.logits.log_softmax(-1)
-        self.log_probs = {t: self.log_policy[t - 1, ids[t]] for t in self.positions}
-        self.values = {t: value.item() for t, value in self.log_probs.items()}
-        engine = group["inference_logprobs"]
-        self.engine = {t: engine[row][t] for t in self.positions} if engine else None
-        self.zero = bool((group.get("overrides") or [{}] * 9)[row].get("set_advantage_to_zero"))
-
-
-def rows_of(plain, groups):
-    return [Tokens(plain, group, row) for group in groups for row in range(len(group["tokens"]))]
-
-
-def group_advantages(rows, rewards=None, by_std=True):
-    """GRPO over the group by its definition: one number a row, 0 where the environment says so."""
-    rewards = rewards or [row.group["scores"][row.row] for row in rows]
-    values = []
-    for row, reward in zip(rows, rewards, strict=True):
-        own = [r for other, r in zip(rows, rewards, strict=True) if other.group is row.group]
-        spread = statistics.stdev(own) + 1e-6 if by_std else 1.0
-        values.append(0.0 if row.zero else (reward - statistics.fmean(own)) / spread)
-    return values
-
-
-def assert_gradient(update, plain, total):
-    """The weights moved by the gradient of the scalar ``total``."""
-    plain.zero_grad()
-    total.backward()
-    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert wanted.keys() == update.gradient.keys()
-    norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
-    error = math.sqrt(sum((update.gradient[name] - wanted[name]).square().sum().item() for name in wanted))
-    assert norm > 1e-3 and error < 1e-3 * norm, f"gradient off by {error:.2e} of {norm:.2e}"
-    assert update.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
-
-
-def weighted(rows, coefficients):
-    """Sum of coefficient x log p over the trained tokens; coefficients are lists over rows of {position: number}."""
-    return sum(c[t] * row.log_probs[t] for row, c in zip(rows, coefficients, strict=True) for t in c)
-
-
-def assert_per_token(update, plain, groups, coefficient):
-    """The weights moved by ``coefficient(row, advantage)``, {position: number}, over the number of tokens; the rows."""
-    rows = rows_of(plain, groups)
-    found = [coefficient(row, advantage) for row, advantage in zip(rows, group_advantages(rows), strict=True)]
-    n = sum(map(len, found))
-    assert_gradient(update, plain, weighted(rows, [{t: value / n for t, value in each.items()} for each in found]))
-    return rows
-
-
-@pytest.mark.parametrize("loss_mode", ["vanilla", "advantage_weighted_sft"])
-@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize(
+    ("loss_mode", "agg"),
+    [("vanilla", agg) for agg in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")]
+    + [("vanilla", "seq-mean-token-sum-norm")]
+    + [("advantage_weighted_sft", agg) for agg in ("token-mean", "seq-mean-token-mean")],
+)
 def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, model_path, loss_mode, agg):
-    """Two groups have advantages of the environment's own, one in some rows only; the others the group's GRPO."""
+    """Padding rows change neither it nor the loss.
+
+    Two groups have advantages of the environment's own, one in some rows only; the others the group's GRPO.
+    """
     groups, rng = some_groups(model_path), np.random.default_rng(1)
     for group, chosen in ((groups[1], (0, 1, 2)), (groups[2], (0, 3))):
         lengths = [len(tokens) if i in chosen else 0 for i, tokens in enumerate(group["tokens"])]
         group["advantages"] = [rng.normal(size=length).tolist() for length in lengths]
-    update = Update(
-        trainer,
-        plain,
-        groups,
-        {"rollout_correction.rollout_is": None},
-        {"policy_loss.loss_mode": loss_mode, "loss_agg_mode": agg},
-    )
+    actor = {"policy_loss.loss_mode": loss_mode, "loss_agg_mode": agg, "loss_scale_factor": 7}
+    update = Update(trainer, plain, groups, UNWEIGHTED, actor)
     rows = rows_of(plain, groups)
     coefficients = []
     for row, computed in zip(rows, group_advantages(rows), strict=True):
-        share = 1 / sum(len(r.positions) for r in rows) if agg == "token-mean" else 1 / len(rows) / len(row.positions)
+        share = {
+            "token-mean": 1 / sum(len(r.positions) for r in rows),
+            "token-sum": 1,
+            "seq-mean-token-sum": 1 / len(rows),
+            "seq-mean-token-mean": 1 / len(rows) / len(row.positions),
+            "seq-mean-token-sum-norm": 1 / len(rows) / 7,
+        }[agg]
         own = (row.group.get("advantages") or [[]] * 9)[row.row]
         coefficients.append({t: -share * (own[t] if own else computed) for t in row.positions})
-    assert_gradient(update, plain, weighted(rows, coefficients))
+    total = weighted(rows, coefficients)
+    assert_gradient(update, plain, total)
+    at_ratio_1 = sum(value for row in coefficients for value in row.values())
+    loss = at_ratio_1 if loss_mode == "vanilla" else total.item()
+    assert update.metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
@@ -212,9 +96,7 @@ def test_rows_of_a_trajectory_count_once_in_the_gradient(trainer, plain, model_p
     for group, own in zip(groups, numbers, strict=True):
         group["overrides"], group["group_overrides"] = None, {"trajectory": own}
         group["scores"] = [group["scores"][own.index(number)] for number in own]
-    update = Update(
-        trainer, plain, groups, {"rollout_correction.rollout_is": None}, {"loss_agg_mode": agg}, mini_batch_size=8
-    )
+    update = Update(trainer, plain, groups, UNWEIGHTED, {"loss_agg_mode": agg}, mini_batch_size=8)
     assert update.metrics["atropos/mini_batches"] == 1
     rows, coefficients = rows_of(plain, groups), []
     for row in rows:
@@ -265,13 +147,17 @@ def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain,
         assert update.metrics["rollout_corr/kl"] == pytest.approx(kl, rel=1e-3)
 
 
+def rejecting(rule, threshold):
+    """The algorithm that rejects tokens by a rule of verl's, and weighs none."""
+    return UNWEIGHTED | {"rollout_correction.rollout_rs": rule, "rollout_correction.rollout_rs_threshold": threshold}
+
+
 def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, model_path):
     """Rows without logprobs stay.
 
     token_k1 keeps a token while the ratio engine / trainer, the inverse of the weights', is within the bounds."""
     groups = some_groups(model_path)
-    settings = {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_3.0"}
-    update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
+    update = Update(trainer, plain, groups, rejecting("token_k1", "0.5_3.0"))
 
     def coefficient(row, advantage):
         whole = not row.engine
@@ -341,7 +227,7 @@ def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, mo
     groups = some_groups(model_path)
     for group in groups:  # so that steps are small: large ones amplify the rounding of those before
         group["scores"] = [0.05 * score for score in group["scores"]]
-    algorithm = {"rollout_correction.rollout_is": None, "norm_adv_by_std_in_grpo": False}
+    algorithm = UNWEIGHTED | {"norm_adv_by_std_in_grpo": False}
     update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
     start = {name: weight.clone() for name, weight in plain.state_dict().items()}
     rows = rows_of(plain, groups)
@@ -367,9 +253,7 @@ def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, mo
 def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model_path):
     """Of two, the first is rejected whole; of the second there stays the group that came without logprobs."""
     groups = some_groups(model_path)
-    settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
-    algorithm = {f"rollout_correction.{key}": value for key, value in settings.items()}
-    update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
+    update = Update(trainer, plain, groups, rejecting("seq_max_k2", 1e-9), mini_batch_size=8)
     assert update.metrics["atropos/mini_batches"] == update.metrics["atropos/mini_batches_without_token"] == 1
     # The norms too: a step without a gradient, which momentum or weight decay gives an effect, would halve their mean.
     assert_per_token(update, plain, groups[3:], lambda row, advantage: dict.fromkeys(row.positions, -advantage))
@@ -377,8 +261,7 @@ def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model
 
 def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, model_path):
     groups = some_groups(model_path)[:3]
-    settings = {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 1e-9}
-    update = Update(trainer, plain, groups, {f"rollout_correction.{key}": value for key, value in settings.items()})
+    update = Update(trainer, plain, groups, rejecting("seq_max_k2", 1e-9))
     assert update.metrics["atropos/batches_without_token"] == 1
     assert not any(gradient.any() for gradient in update.gradient.values())
 
@@ -407,7 +290,7 @@ def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
     """low_var_kl: exp(ref - log p) - (ref - log p) - 1, whose derivative is 1 - exp(ref - log p)."""
     groups = reference_groups(trainer, plain, model_path)
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl"}
-    update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": None}, actor)
+    update = Update(trainer, plain, groups, UNWEIGHTED, actor)
     kls = []
 
     def coefficient(row, advantage):
@@ -423,7 +306,7 @@ def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
 def test_kl_in_the_reward_changes_the_advantage(trainer, plain, model_path):
     """The change is the KL of the sequence."""
     groups = reference_groups(trainer, plain, model_path)
-    algorithm = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": 0.5, "rollout_correction.rollout_is": None}
+    algorithm = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": 0.5} | UNWEIGHTED
     update = Update(trainer, plain, groups, algorithm)
     rows = rows_of(plain, groups)
     n = sum(len(row.positions) for row in rows)
@@ -456,7 +339,7 @@ def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, mod
         group["distill_token_ids"] = [[[]] + t.indices[1:].tolist() for t in top]
         group["distill_logprobs"] = [[[]] + t.values[1:].tolist() for t in top]
     distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
-    update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": None}, distillation=distillation)
+    update = Update(trainer, plain, groups, UNWEIGHTED, distillation=distillation)
     rows = rows_of(plain, groups)
     n = sum(len(row.positions) for row in rows)
     total = torch.tensor(0.0)

@@ -1,8 +1,7 @@
-"""verl's real FSDP workers under Ray on a CPU: every trained token's logprob, and the loss without its padding."""
+"""verl's real FSDP workers under Ray on a CPU: every trained token's logprob, and how ranks are placed and fail."""
 
 import math
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +11,6 @@ import ray
 import torch
 from ray.util.placement_group import remove_placement_group
 from transformers import AutoModelForCausalLM
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.losses import ppo_loss
 
 from helpers.trainer import begin_step, compose_config, model_vocab, random_group, running, update
 from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
@@ -45,8 +42,6 @@ def trainer(request, model_path, tmp_path_factory):
         f"actor_rollout_ref.actor.strategy={strategy}",
         f"trainer.n_gpus_per_node={world}",
         f"run.dir={tmp_path_factory.mktemp('run')}",
-        "actor_rollout_ref.actor.optim.lr=0",  # updates that leave the weights: each test starts from the same ones
-        "actor_rollout_ref.actor.optim.weight_decay=0",
     )
     with running(config) as trainer:
         yield trainer
@@ -111,56 +106,8 @@ def test_worker_logprobs_are_those_of_transformers(trainer, plain, model_path, t
     assert_logprobs(result["old_log_probs"], plain, rows)
 
 
-def plain_loss(model, rows, advantages, mode, scale):
-    """The policy-gradient loss at ratio 1, from its definition, over the rows that are there."""
-    sums, counts = [], []
-    for row, advantage in zip(rows, advantages[: len(rows)], strict=True):
-        logprobs, mask = token_logprobs(model, row), torch.from_numpy(row.mask)
-        ratio = torch.exp(logprobs - logprobs.detach())
-        sums.append(-(advantage[: len(row.response)] * ratio)[mask].sum())
-        counts.append(int(mask.sum()))
-    if mode == "token-mean":
-        return sum(sums) / sum(counts)
-    if mode == "token-sum":
-        return sum(sums)
-    if mode == "seq-mean-token-mean":
-        return sum(s / n for s, n in zip(sums, counts, strict=True)) / len(rows)
-    return sum(sums) / len(rows) / (scale if mode == "seq-mean-token-sum-norm" else 1)
-
-
-def assert_updated(trainer, plain, rows, batch, mode):
-    """The loss and the norm of the gradient that the trainer reports are the plain ones.
-
-    With several micro-batches and ranks verl reports the loss as the mean over ranks of sums over micro-batches.
-    """
-    plain.zero_grad()
-    loss = plain_loss(plain, rows, batch.batch["advantages"], mode, trainer.config.data.max_response_length)
-    loss.backward()
-    norm = torch.sqrt(sum(p.grad.square().sum() for p in plain.parameters()))
-    assert trainer.metrics["actor/pg_loss"] == pytest.approx(loss.item(), rel=1e-3, abs=1e-6)
-    assert trainer.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
-def test_padding_rows_change_neither_loss_nor_gradient(trainer, plain, model_path, mode):
-    """9 rows and 7 of padding in a mini-batch of 16, against a plain loss that has never seen padding."""
-    config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
-    object.__setattr__(config, "loss_agg_mode", mode)
-    trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
-
-    groups = a_batch(trainer, model_path, turns=2, seed=11)
-    rows, _ = read_groups(groups, trainer.limits)
-    batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
-    assert (len(rows), report.padding_rows) == (9, 7)
-    update(trainer, batch, step=1)
-    assert_updated(trainer, plain, rows, batch, mode)
-    assert trainer.metrics["actor/grad_norm"] > 1e-4
-
-
 def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path):
-    """Logprobs, loss and gradient under ``per_row``; unknown and padding rows are at the trainer's temperature.
+    """Logprobs under ``per_row``; unknown and padding rows are at the trainer's temperature.
 
     The engine's logprobs are random here, and the rows fresh: an alarm.
     """
@@ -177,16 +124,10 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
     finally:
         trainer.sampling_check = check
     assert trainer.metrics["atropos/rows_with/other_temperature"] == 6
-    config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
-    trainer.actor.set_loss_fn(partial(ppo_loss, config=config))
     trainer._compute_log_probs(batch)
     assert_logprobs(batch.batch["old_log_probs"], plain, rows)
     trainer._raise_alarms()
     assert trainer.metrics["atropos/alarms/logprob_difference"] > 0.1
-
-    trainer._compute_advantages(batch)
-    trainer._update_actor(batch)
-    assert_updated(trainer, plain, rows, batch, "token-mean")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -204,11 +145,7 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         rows, _ = read_groups(groups, trainer.limits)
         for step in (1, 2):
             batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
-            begin_step(trainer, batch, step)
-            trainer._compute_log_probs(batch)
-            trainer._compute_reference_log_probs(batch)
-            trainer._compute_advantages(batch)
-            trainer._update_actor(batch)
+            update(trainer, batch, step)
         assert_logprobs(batch.batch["ref_log_prob"], plain, rows)
         moved = (batch.batch["old_log_probs"] - batch.batch["ref_log_prob"]).abs() * batch.batch["response_mask"]
         assert (moved[: len(rows)].amax(-1) > 1e-3).all()

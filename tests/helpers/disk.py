@@ -44,6 +44,13 @@ def size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def write_files(folder, files):
+    """Write the contents of ``files``, by name in ``folder``."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 def flip(path, position, bit=1):
     content = bytearray(path.read_bytes())
     content[position] ^= bit

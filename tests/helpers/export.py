@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
-from helpers.families import Engine, make_family
+from helpers.families import Engine
 from helpers.sglang import call
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.export import export_checkpoint
@@ -32,20 +32,6 @@ def alone():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def make_model(tmp_path_factory):
-    """The folder of a family's model, made once."""
-    made = {}
-
-    def make(family):
-        if family not in made:
-            made[family] = make_family(tmp_path_factory.mktemp("export") / family, family)
-            GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=2).save_pretrained(made[family])
-        return made[family]
-
-    return make
 
 
 @pytest.fixture(scope="module")

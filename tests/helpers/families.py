@@ -1,10 +1,12 @@
 """Tiny models of many architectures, and what streams their weights as the trainer's engine does, without a rank."""
 
+import functools
 from types import SimpleNamespace
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 import random_models
@@ -17,6 +19,19 @@ WITHOUT_LORA = ("gpt_oss", "minimax", "phi3", "deepseek_v2", "lfm2")  # attentio
 
 def make_family(folder, family, seed=0):
     return make_random_model(folder, family.removesuffix("-tied"), seed, tie_word_embeddings=family.endswith("-tied"))
+
+
+@pytest.fixture(scope="module")
+def make_model(tmp_path_factory):
+    """The folder of a family's model, made once."""
+
+    @functools.cache
+    def make(family):
+        folder = make_family(tmp_path_factory.mktemp("models") / family, family)
+        GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=2).save_pretrained(folder)
+        return folder
+
+    return make
 
 
 class Plain:

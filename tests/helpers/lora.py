@@ -3,7 +3,7 @@
 from copy import deepcopy
 
 from helpers.sglang import sampled_groups
-from helpers.trainer import begin_step, compose_config, started
+from helpers.trainer import compose_config, prepare, started
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
 RANK, ALPHA = 8, 32
@@ -32,10 +32,7 @@ def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrid
 def scored_batch(trainer, server, step):
     """A batch of fresh samples, ready for the update, and the largest difference of engine and worker on it."""
     batch, _ = groups_to_data_proto(sampled_groups(server), trainer.limits, trainer.mini_batch_size)
-    begin_step(trainer, batch, step)
-    trainer._compute_log_probs(batch)
-    trainer._compute_reference_log_probs(batch)
-    trainer._compute_advantages(batch)
+    prepare(trainer, batch, step)
     return batch, trainer.metrics["atropos/logprob_diff/max"]
 
 

@@ -74,10 +74,16 @@ def running(config: DictConfig) -> Iterator[Any]:
 
 def update(trainer: Any, batch: Any, step: int) -> None:
     """One update on a batch, of which the engine's logprobs are known."""
+    prepare(trainer, batch, step)
+    trainer._update_actor(batch)
+
+
+def prepare(trainer: Any, batch: Any, step: int) -> None:
+    """All that comes before an update."""
     begin_step(trainer, batch, step)
     trainer._compute_log_probs(batch)
+    trainer._compute_reference_log_probs(batch)
     trainer._compute_advantages(batch)
-    trainer._update_actor(batch)
 
 
 def pushed_weights(run_dir: Path | str, version: int) -> dict[str, torch.Tensor]:

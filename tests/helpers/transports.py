@@ -43,6 +43,14 @@ def weights_of(model):
     yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
 
 
+class Allocations(list):
+    """Sizes of the buffers that ``Buckets`` have asked it for, in order."""
+
+    def __call__(self, n_bytes):
+        self.append(n_bytes)
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+
 def shared_memory():
     """Paths of this run."""
     return set(Path("/dev/shm").glob(f"{scratch.current().folder.name}-*"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from helpers.disk import fill
+from helpers.disk import fill, write_files
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
 from recipe.atropos.checkpoint.store import Checkpoints, resume_folder
@@ -26,9 +26,7 @@ def save(directory, *steps, keep=None, model=None, scores=None):
     """As the trainer saves; of small files."""
     for step in steps:
         with Checkpoints(directory).saving(step, keep, model, scores) as folder:
-            for name, content in FILES.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
+            write_files(folder, FILES)
 
 
 def steps(directory):
@@ -201,10 +199,8 @@ def configured(composed, tmp_path, model_path):
 def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, saved, now):
     """Each rank saves its shards alone."""
     configured()
-    with Checkpoints(tmp_path / "run/checkpoints").saving(2, None, None, None) as folder:
-        (folder / "actor").mkdir(parents=True)
-        for rank in range(saved):
-            (folder / f"actor/model_world_size_{saved}_rank_{rank}.pt").write_bytes(b"shard")
+    with Checkpoints(tmp_path / "run/checkpoints").saving(2, None) as folder:
+        write_files(folder, {f"actor/model_world_size_{saved}_rank_{rank}.pt": b"shard" for rank in range(saved)})
     configured(**{"trainer.n_gpus_per_node": saved})
     with pytest.raises(ConfigurationError, match=rf"n_gpus_per_node = {now}, and \S+step_2 was saved by {saved} ranks"):
         configured(**{"trainer.n_gpus_per_node": now})

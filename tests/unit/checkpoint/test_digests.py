@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers.disk import flip
+from helpers.disk import flip, write_files
 from recipe.atropos.checkpoint.export import _Checkpoint
 from recipe.atropos.checkpoint.shards import Shards, ShardsError, load_tensors, save_state, tensors_only
 from recipe.atropos.checkpoint.store import CheckpointDamaged, Checkpoints, digests_of, verify
@@ -36,9 +36,7 @@ class Touches:
 
 def save(directory, step, files=None, digests=None):
     with Checkpoints(directory).saving(step, None, digests=digests) as folder:
-        for name, content in (files or FILES).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+        write_files(folder, files or FILES)
     return folder
 
 
@@ -135,9 +133,7 @@ def test_checkpoint_is_on_disk_before_an_older_one_goes(tmp_path, monkeypatch, s
     remove = os.replace
     monkeypatch.setattr(os, "replace", lambda *paths: removed.append((*paths, [*synced])) or remove(*paths))
     with Checkpoints(tmp_path).saving(4, 1) as folder:
-        for name, content in FILES.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
+        write_files(folder, FILES)
         synced.clear()
     [before] = [before for path, _, before in removed if path == older / "complete.json"]
     assert {folder / name for name in FILES} <= dict(before).keys()

@@ -15,6 +15,11 @@ ULYSSES = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
 ULYSSES_OF_THE_ENGINE = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
 
 
+@pytest.fixture(autouse=True)
+def gpus(machine):
+    machine(4)
+
+
 @pytest.fixture(params=[False, True], ids=["none", "flash_attn"])
 def installed(request, monkeypatch):
     find = importlib.util.find_spec
@@ -31,8 +36,7 @@ def chosen(*overrides):
     return config.actor_rollout_ref.model.override_config.attn_implementation, told
 
 
-def test_attention_is_flash_or_the_cost_is_told(machine, installed):
-    machine(1)
+def test_attention_is_flash_or_the_cost_is_told(installed):
     found, told = chosen()
     assert found == ("flash_attention_2" if installed else "sdpa") and (told is None) == installed
     if not installed:
@@ -42,9 +46,8 @@ def test_attention_is_flash_or_the_cost_is_told(machine, installed):
 
 
 @pytest.mark.parametrize(("version", "is_told"), [("0.17.2", True), ("0.12.1", False)])
-def test_attention_with_kernels_that_break_models_is_refused(machine, monkeypatch, version, is_told):
+def test_attention_with_kernels_that_break_models_is_refused(monkeypatch, version, is_told):
     """transformers fails at every model with a kernels that it does not take; FlashAttention comes from none."""
-    machine(1)
     versions = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "kernels" else versions(name))
     for device in ("cuda", "cpu"):
@@ -66,9 +69,8 @@ def test_attention_with_kernels_that_break_models_is_refused(machine, monkeypatc
         ([f"{ACTOR}.ppo_max_token_len_per_gpu=8192"], 8192, 8192),
     ],
 )
-def test_attention_decides_the_tokens_of_a_micro_batch(machine, installed, overrides, flash, plain):
+def test_attention_decides_the_tokens_of_a_micro_batch(installed, overrides, flash, plain):
     """Also of the logprobs', which refer to them; what is given stays."""
-    machine(1)
     config = load_decided(["actor_rollout_ref.model.path=m", *overrides])
     set_attention(config)
     parts = config.actor_rollout_ref
@@ -76,16 +78,14 @@ def test_attention_decides_the_tokens_of_a_micro_batch(machine, installed, overr
     assert {parts.actor.ppo_max_token_len_per_gpu, *found} == {flash if installed else plain}
 
 
-def test_attention_on_a_cpu_is_torchs(machine, installed):
-    machine(1)
+def test_attention_on_a_cpu_is_torchs(installed):
     assert chosen("trainer.device=cpu") == ("sdpa", None)
     with pytest.raises(ConfigurationError, match="attn_implementation=flash_attention_2 needs a GPU"):
         chosen("trainer.device=cpu", f"+{KEY}=flash_attention_2")
 
 
 @pytest.mark.parametrize("ulysses", [ULYSSES, ULYSSES_OF_THE_ENGINE], ids=["actor", "engine"])
-def test_attention_over_divided_sequences_is_flash_or_refused(machine, installed, ulysses):
-    machine(4)
+def test_attention_over_divided_sequences_is_flash_or_refused(installed, ulysses):
     if installed:
         assert chosen(ulysses) == ("flash_attention_2", None)
     else:

@@ -1,5 +1,7 @@
 """Every tensor of the served checkpoint is pushed under its name there: tiny models of many architectures."""
 
+# ruff: noqa: F811  (a fixture that is imported)
+
 import asyncio
 import contextlib
 import json
@@ -15,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_family
+from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_model  # noqa: F401
 from helpers.trainer import compose_config
 from random_models import SIZES
 from recipe.atropos.config.preflight import check_config
@@ -30,20 +32,6 @@ from recipe.atropos.weight_sync.served_model import check_model
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def make_model(tmp_path_factory):
-    """The folder of a tiny model, by its family and seed; made once."""
-    made = {}
-
-    def make(family, seed=0):
-        if (family, seed) not in made:
-            folder = tmp_path_factory.mktemp("names") / family
-            made[family, seed] = make_family(folder, family, seed)
-        return made[family, seed]
-
-    return make
 
 
 def streamed(engine):

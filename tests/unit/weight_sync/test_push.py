@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.stub_sglang import stub_servers
+from helpers.transports import Allocations
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.servers import WeightPushError
@@ -161,7 +162,7 @@ def test_push_pauses_and_flushes_only_where_the_transport_pauses(tmp_path, pause
 
 
 def two_buffers():
-    return Buckets(16, lambda n: torch.empty(n, dtype=torch.uint8))
+    return Buckets(16, Allocations())
 
 
 def test_buckets_are_sent_one_at_a_time_while_the_next_is_filled():
@@ -196,32 +197,20 @@ def test_buckets_are_sent_one_at_a_time_while_the_next_is_filled():
 
 
 def test_buckets_of_later_pushes_are_no_larger_than_all_weights():
-    allocated = []
-
-    def allocate(n):
-        allocated.append(n)
-        return torch.empty(n, dtype=torch.uint8)
-
-    buckets = Buckets(1000, allocate)
+    allocated = Allocations()
+    buckets = Buckets(1000, allocated)
     for _ in range(3):
         (bucket,) = buckets.of(iter([("a", torch.ones(3)), ("b", torch.ones(4))]))
         assert bucket.last and len(bucket.flat) == 7 and bucket.dtype == "float32"
     assert allocated == [1000, 28], "the third push finds the second's"
-    assert [b.dtype for b in buckets.of(iter([("a", torch.ones(1)), ("b", torch.ones(1).bfloat16())]))] == [
-        "float32",
-        "bfloat16",
-    ]
+    mixed = buckets.of(iter([("a", torch.ones(1)), ("b", torch.ones(1).bfloat16())]))
+    assert [bucket.dtype for bucket in mixed] == ["float32", "bfloat16"]
 
 
 def test_buckets_use_two_buffers_again_and_again():
-    allocated = []
-
-    def allocate(n):
-        allocated.append(n)
-        return torch.empty(n, dtype=torch.uint8)
-
     weights = [(f"t{i}", torch.full((n,), float(i))) for i, n in enumerate((250, 200, 500, 250, 250, 500))]
-    buckets = Buckets(1000, allocate)
+    allocated = Allocations()
+    buckets = Buckets(1000, allocated)
     for _ in range(2):  # the second push finds the first one's
         for bucket in buckets.of(iter(weights)):
             (name, tensor) = bucket.tensors()[0]
@@ -238,7 +227,7 @@ def test_buckets_hold_a_layers_attention_together(size):
     names = ["model.embed_tokens.weight", *names, "model.norm.weight"]
     weights = {name: torch.full((2 + i % 3,), float(i)) for i, name in enumerate(names)}
     found = []
-    for bucket in Buckets(size, lambda n: torch.empty(n, dtype=torch.uint8)).of(iter(weights.items())):
+    for bucket in Buckets(size, Allocations()).of(iter(weights.items())):
         found.append(bucket.names)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in bucket.tensors())
         used = bucket.flat.nbytes

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import inspect
 import pickle
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -14,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import reductions
 
+from helpers.disk import size_limit
 from helpers.sglang import make_tiny_model
-from helpers.transports import engine, send, shared_memory
+from helpers.transports import Allocations, engine, send, shared_memory
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards, is_this_host
@@ -33,13 +33,9 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     models = [make_tiny_model(tmp_path / name, seed) for seed, name in enumerate(("old", "new"))]
     pusher = engine([], "disk", tmp_path)
     send(pusher, models[0], 1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
-    try:
-        with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: .*make room"):
-            send(pusher, models[1], 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told = f"cannot be written to {tmp_path / 'weights'}: .*make room"
+    with size_limit(150_000), pytest.raises(WeightPushError, match=told):
+        send(pusher, models[1], 2)
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_1"]
     send(pusher, models[1], 3)
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_3"]
@@ -146,14 +142,8 @@ def test_transport_auto_takes_shared_memory_where_it_can(tmp_path, wanted, urls,
 def test_buckets_hold_each_tensor_once_and_take_two_buffers(tensors, size):
     """The tensors keep their order."""
     weights = [(f"t{i}", torch.randn(n, 2).to(dtype)) for i, (n, dtype) in enumerate(tensors)]
-    allocated = []
-
-    def allocate(n_bytes):
-        allocated.append(n_bytes)
-        return torch.empty(n_bytes, dtype=torch.uint8)
-
-    seen, last = [], []
-    buckets = Buckets(size, allocate)
+    allocated, seen, last = Allocations(), [], []
+    buckets = Buckets(size, allocated)
     for bucket in buckets.of(iter(weights)):
         seen += [(name, tensor.clone()) for name, tensor in bucket.tensors()]
         last.append(bucket.last)

@@ -1,0 +1,162 @@
+"""Updates of real workers by plain SGD of rate 1, which move weights by the gradient, against plain transformers."""
+
+import math
+import statistics
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+import ray
+import torch
+from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.utils.config import omega_conf_to_dataclass
+
+from helpers.trainer import begin_step, compose_config, model_vocab, pushed_weights, random_group, running
+from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.data.sampling import SamplingCheck
+
+
+@contextmanager
+def sgd_trainer(model_path, folder, *overrides):
+    """A trainer whose first model every ``Update`` starts from."""
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"run.dir={folder / 'run'}",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.optim.optimizer=SGD",
+        "actor_rollout_ref.actor.optim.lr=1",
+        "actor_rollout_ref.actor.optim.weight_decay=0",
+        "actor_rollout_ref.actor.optim.clip_grad=1e9",
+        "inference.urls=[]",  # a push then only writes the weights
+        *overrides,
+    )
+    with running(config) as trainer:
+        trainer.defaults = config.algorithm.copy()
+        trainer.start = str(folder / "start")
+        trainer.actor.save_checkpoint(trainer.start)
+        yield trainer
+
+
+def some_groups(model_path, seed=0):
+    """13 rows in four groups of unequal sizes, two turns each; the last group has no engine logprobs."""
+    rng = np.random.default_rng(seed)
+    groups = [random_group(rng, model_vocab(model_path), turns=2, size=n, prompt=10) for n in (4, 3, 4, 2)]
+    for group in groups:
+        group["scores"] = rng.normal(size=len(group["scores"])).tolist()
+        group["inference_logprobs"] = [[v if v == 1.0 else 5 * v for v in row] for row in group["inference_logprobs"]]
+    groups[3]["inference_logprobs"] = None
+    groups[0]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
+    return groups
+
+
+class Update:
+    """Weights before and after one update of the first model on ``groups``, and what the trainer said of it."""
+
+    def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, mini_batch_size=None):
+        trainer.config.algorithm = trainer.defaults.copy()
+        for key, value in dict(algorithm).items():
+            target, _, name = key.rpartition(".")
+            setattr(trainer.config.algorithm[target] if target else trainer.config.algorithm, name, value)
+        config = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
+        for key, value in dict(actor).items():
+            target, _, name = key.rpartition(".")
+            object.__setattr__(getattr(config, target) if target else config, name, value)
+        loss = partial(atropos_loss, config=config, distillation=distillation or DistillationConfig())
+        trainer.actor.set_loss_fn(loss)
+        if trainer.config.algorithm.use_kl_in_reward:
+            trainer.kl_controller = get_kl_controller(trainer.config.algorithm.kl_ctrl)
+
+        trainer.actor.load_checkpoint(trainer.start)  # updates as large as these add up to nan
+        before = self._weights(trainer)
+        plain.load_state_dict(before)
+        if mini_batch_size:
+            trainer.metrics, trainer.mini_batch_size = {}, mini_batch_size
+            batch, report = trainer._batch_of(groups)
+        else:
+            batch, report = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
+        assert not report.dropped and report.padding_rows == batch.non_tensor_batch["is_padding"].sum()
+        assert report.padding_rows or trainer.actor.data_parallel_size() == 1, "one rank needs none in a mini-batch"
+        if distillation is None:
+            batch = batch.select(batch_keys=[key for key in batch.batch.keys() if not key.startswith("teacher")])
+        begin_step(trainer, batch, step=1)
+        if any("sampling_params" in group.get("group_overrides", {}) for group in groups):
+            trainer.sampling_check = SamplingCheck(temperature=1.0, mode="per_row")
+            trainer._check_sampling(batch)
+        trainer._compute_log_probs(batch)
+        trainer._compute_advantages(batch)
+        trainer._update_actor(batch)
+        self.batch = batch
+        self.metrics = trainer.metrics
+        after = self._weights(trainer)
+        self.gradient = {name: before[name] - after[name] for name in before}
+
+    @staticmethod
+    def _weights(trainer):
+        ray.get(trainer.actor.update_weights(1, []))
+        return pushed_weights(trainer.config.run.dir, 1)
+
+
+class Tokens:
+    """A row of ``groups`` under the plain model: its trained positions, logits and logprobs there.
+
+    At the temperature that it was sampled at, where the group says so.
+    """
+
+    def __init__(self, plain, group, row):
+        mask = group["masks"][row]
+        self.group, self.row = group, row
+        self.first = next(t for t, m in enumerate(mask) if m != -100)
+        self.positions = [t for t in range(len(mask)) if mask[t] != -100]
+        ids = torch.tensor(group["tokens"][row])
+        sampling = group.get("group_overrides", {}).get("sampling_params")
+        self.logits = plain(ids[None]).logits[0].float() / (sampling[row][0]["temperature"] if sampling else 1.0)
+        self.log_policy = self.logits.log_softmax(-1)
+        self.log_probs = {t: self.log_policy[t - 1, ids[t]] for t in self.positions}
+        self.values = {t: value.item() for t, value in self.log_probs.items()}
+        engine = group["inference_logprobs"]
+        self.engine = {t: engine[row][t] for t in self.positions} if engine else None
+        self.zero = bool((group.get("overrides") or [{}] * 9)[row].get("set_advantage_to_zero"))
+
+
+def rows_of(plain, groups):
+    return [Tokens(plain, group, row) for group in groups for row in range(len(group["tokens"]))]
+
+
+def group_advantages(rows, rewards=None, by_std=True):
+    """GRPO over the group by its definition: one number a row, 0 where the environment says so."""
+    rewards = rewards or [row.group["scores"][row.row] for row in rows]
+    values = []
+    for row, reward in zip(rows, rewards, strict=True):
+        own = [r for other, r in zip(rows, rewards, strict=True) if other.group is row.group]
+        spread = statistics.stdev(own) + 1e-6 if by_std else 1.0
+        values.append(0.0 if row.zero else (reward - statistics.fmean(own)) / spread)
+    return values
+
+
+def assert_gradient(update, plain, total):
+    """The weights moved by the gradient of the scalar ``total``."""
+    plain.zero_grad()
+    total.backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert wanted.keys() == update.gradient.keys()
+    norm = math.sqrt(sum(g.square().sum().item() for g in wanted.values()))
+    error = math.sqrt(sum((update.gradient[name] - wanted[name]).square().sum().item() for name in wanted))
+    assert norm > 1e-3 and error < 1e-3 * norm, f"gradient off by {error:.2e} of {norm:.2e}"
+    assert update.metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)
+
+
+def weighted(rows, coefficients):
+    """Sum of coefficient x log p over the trained tokens; coefficients are lists over rows of {position: number}."""
+    return sum(c[t] * row.log_probs[t] for row, c in zip(rows, coefficients, strict=True) for t in c)
+
+
+def assert_per_token(update, plain, groups, coefficient):
+    """The weights moved by ``coefficient(row, advantage)``, {position: number}, over the number of tokens; the rows."""
+    rows = rows_of(plain, groups)
+    found = [coefficient(row, advantage) for row, advantage in zip(rows, group_advantages(rows), strict=True)]
+    n = sum(map(len, found))
+    assert_gradient(update, plain, weighted(rows, [{t: value / n for t, value in each.items()} for each in found]))
+    return rows
