@@ -54,9 +54,6 @@ class Checkpoints:
     def __init__(self, directory: str | Path):
         self.directory = Path(directory).resolve()
 
-    def path(self, step: int) -> Path:
-        return self.directory / f"global_step_{step}"
-
     def whole(self) -> list[Path]:
         """Return the complete checkpoints, in the order in which they were completed."""
         found = {folder: self._sequence(folder) for folder in self._folders()}
@@ -84,9 +81,15 @@ class Checkpoints:
         Raises:
             ConfigurationError: ``trainer.resume_from_path`` is not a checkpoint.
         """
-        if trainer.resume_mode == "resume_path":
-            return resume_folder(trainer.resume_from_path)
-        return self.newest() if trainer.resume_mode == "auto" else None
+        if trainer.resume_mode != "resume_path":
+            return self.newest() if trainer.resume_mode == "auto" else None
+        folder = Path(trainer.resume_from_path).expanduser().resolve()
+        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "actor").is_dir():
+            raise ConfigurationError(
+                f"trainer.resume_from_path={trainer.resume_from_path}: no checkpoint; give a folder global_step_N with "
+                "actor/ in it"
+            )
+        return folder
 
     def continues(self, trainer: DictConfig) -> bool:
         """Return whether a run with this configuration continues the folder's own, or begins in an empty folder.
@@ -126,7 +129,7 @@ class Checkpoints:
         Raises:
             DiskFull: nothing is left of the new checkpoint.
         """
-        folder = self.path(step)
+        folder = self.directory / f"global_step_{step}"
         shutil.rmtree(folder, ignore_errors=True)  # of a run that went on from an earlier one; before others are chosen
         self._prune(max(1, keep - 1) if keep else None, scores or {})  # make room first, as verl does
         try:
@@ -211,16 +214,6 @@ def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) 
     if step is not None and step not in whole:
         raise ConfigurationError(f"step {step}: {run.path} has whole checkpoints of steps {sorted(whole)}")
     return list(whole.values())[-1] if step is None else whole[step]
-
-
-def resume_folder(path: str | Path) -> Path:
-    """Return ``trainer.resume_from_path`` as a folder; raise ConfigurationError if it is not a checkpoint."""
-    folder = Path(path).expanduser().resolve()
-    if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "actor").is_dir():
-        raise ConfigurationError(
-            f"trainer.resume_from_path={path}: no checkpoint; give a folder global_step_N with actor/ in it"
-        )
-    return folder
 
 
 def model_of(folder: Path) -> dict[str, Any] | None:

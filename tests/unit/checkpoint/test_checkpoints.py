@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from helpers.disk import fill, write_files
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
-from recipe.atropos.checkpoint.store import Checkpoints, resume_folder
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.startup import set_aside_store
 from recipe.atropos.run.folder import RunDir, RunDirError
@@ -165,10 +165,12 @@ def test_run_dir_full_disk_ends_a_checkpoint_and_keeps_the_last(full_disk):
 
 def test_run_dir_checkpoint_path_that_is_none_is_refused(tmp_path):
     save(tmp_path, 2)
-    assert resume_folder(tmp_path / "global_step_2") == tmp_path / "global_step_2"
-    for path in (tmp_path, tmp_path / "global_step_7"):
+    settings = OmegaConf.create({"resume_mode": "resume_path", "resume_from_path": f"{tmp_path}/global_step_2"})
+    assert Checkpoints(tmp_path).to_resume(settings) == tmp_path / "global_step_2"
+    for path in (str(tmp_path), f"{tmp_path}/global_step_7"):
+        settings.resume_from_path = path
         with pytest.raises(ConfigurationError, match=f"trainer.resume_from_path={path}: no checkpoint"):
-            resume_folder(path)
+            Checkpoints(tmp_path).to_resume(settings)
 
 
 @pytest.fixture(scope="module")

@@ -171,7 +171,7 @@ def test_resuming_from_an_earlier_step_leaves_what_came_after_it(tmp_path):
     assert checkpoints.newest() == folder
     with checkpoints.saving(3, 2):
         assert folder in checkpoints.whole()
-    assert checkpoints.newest() == checkpoints.path(3)
+    assert checkpoints.newest().name == "global_step_3"
 
 
 @pytest.mark.parametrize("name", [MODEL, "actor/huggingface/config.json"])

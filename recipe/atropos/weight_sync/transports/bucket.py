@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,11 @@ class Bucket:
     def dtype(self) -> str:
         """Name of the dtype in torch, without "torch."."""
         return str(self.flat.dtype).removeprefix("torch.")
+
+    def options(self, version: int) -> dict[str, Any]:
+        """Return how a server loads it; only the last names the version, since half of the weights are none."""
+        reported = {"weight_version": str(version)} if self.last else {}
+        return {"load_format": "flattened_bucket", "flush_cache": False, **reported}
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return names and tensors, each tensor a view of ``flat``."""

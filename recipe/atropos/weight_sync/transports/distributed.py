@@ -80,11 +80,8 @@ class DistributedTransport(WeightTransport, name="distributed"):
                 "dtypes": [bucket.dtype] * len(bucket.names),
                 "shapes": [list(shape) for shape in bucket.shapes],
                 "group_name": group.name,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
+                **bucket.options(version),
             }
-            if bucket.last:  # only now: a server with half of the weights must not report their version
-                body["weight_version"] = str(version)
             await _both(
                 on_all(clients, "deliver", lambda client: client.post("/update_weights_from_distributed", body)),
                 in_thread(lambda: group.broadcast(bucket.flat)),

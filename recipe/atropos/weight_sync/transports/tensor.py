@@ -75,13 +75,8 @@ class TensorTransport(WeightTransport, name="tensor"):
 
         async def load(client: SGLangClient, bucket: Bucket) -> None:
             # A handle is good for one reader: each rank of each server gets its own.
-            body: dict[str, Any] = {
-                "serialized_named_tensors": [_handles(bucket) for _ in range(self._ranks[client])],
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            }
-            if bucket.last:  # only now: a server with half of the weights must not report their version
-                body["weight_version"] = str(version)
+            handles = [_handles(bucket) for _ in range(self._ranks[client])]
+            body = {"serialized_named_tensors": handles, **bucket.options(version)}
             await client.post("/update_weights_from_tensor", body)
 
         async def send(bucket: Bucket) -> None:
@@ -100,7 +95,12 @@ class TensorTransport(WeightTransport, name="tensor"):
     def _allocate(self, size: int) -> torch.Tensor:
         """Return a uint8 buffer, (size,): on a CPU in shared memory, else in shareable memory of the current device."""
         if get_device_name() != "cpu":
-            with _shareable_memory():
+            with contextlib.ExitStack() as stack:
+                # The handle of an expandable segment is a file descriptor, which a kernel that restricts ptrace gives
+                # only to a parent process (torch's CUDACachingAllocator).
+                if without_expandable_segments(os.environ):
+                    set_expandable_segments(False)
+                    stack.callback(set_expandable_segments, True)
                 return torch.empty(size, dtype=torch.uint8, device=get_device_id())
         path = scratch.current().shared_memory()  # torch's own names do not identify the run
         with disk_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
@@ -116,23 +116,6 @@ class TensorTransport(WeightTransport, name="tensor"):
             if storage.expired():
                 path.unlink(missing_ok=True)
         self._segments = [(storage, path) for storage, path in self._segments if not storage.expired()]
-
-
-@contextlib.contextmanager
-def _shareable_memory() -> Iterator[None]:
-    """Within this context, disable expandable segments of torch's allocator if the user has enabled them.
-
-    The handle of such a segment is a file descriptor, which a kernel that restricts ptrace gives only to a parent
-    process (torch's CUDACachingAllocator).
-    """
-    if not without_expandable_segments(os.environ):
-        yield
-        return
-    set_expandable_segments(False)
-    try:
-        yield
-    finally:
-        set_expandable_segments(True)
 
 
 def _handles(bucket: Bucket) -> str:
