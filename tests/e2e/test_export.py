@@ -50,8 +50,11 @@ def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lor
     pushed = dict(engine.get_per_tensor_param()[0])
     plain = engine.module.merge_and_unload() if lora_rank else engine.module
     plain.save_pretrained(tmp_path / "saved")
-    assert exported.keys() == load_file(tmp_path / "saved/model.safetensors").keys()
-    assert all(torch.equal(tensor, pushed[name]) for name, tensor in exported.items())
+    saved = load_file(tmp_path / "saved/model.safetensors")
+    assert exported.keys() == saved.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, pushed[name]), name
+        torch.testing.assert_close(tensor, saved[name], rtol=0, atol=1e-6 if lora_rank else 0)
 
     model, loading = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", dtype="auto", output_loading_info=True, attn_implementation="eager"
@@ -59,11 +62,6 @@ def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lor
     assert model.dtype == torch.float32 and not (loading["missing_keys"] or loading["unexpected_keys"])
     ours, theirs = (json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("out", "saved"))
     assert ours == theirs
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_export_has_tokenizer_template_and_generation_config(small_run, make_model, tmp_path):
@@ -274,10 +272,7 @@ def test_export_takes_the_newest_a_step_or_the_best(small_run, capsys):
         append_line(run.evaluations, line)
     assert debug.main(["export", str(run.path), "--best"]) == 0
     assert f"{run.path}/model-2: step 2, float32" in capsys.readouterr().out
-    exported, saved = (
-        load_file(run.path / "model-2/model.safetensors"),
-        Shards(run.checkpoints / "global_step_2/actor"),
-    )
+    exported, saved = load_file(run.path / "model-2/model.safetensors"), Shards(choose_checkpoint(run, 2) / "actor")
     assert all(torch.equal(exported[name], saved[name]) for name in exported)
     run.evaluations.unlink()
 

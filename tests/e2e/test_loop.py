@@ -21,7 +21,6 @@ from helpers.services import get, post, running_api
 from helpers.sglang import PROMPTS, call, make_tiny_model, running_sglang, sampled_groups
 from helpers.trainer import (
     CPU_OVERRIDES,
-    begin_step,
     compose_config,
     model_vocab,
     pushed_weights,
@@ -61,6 +60,12 @@ def make_trainer(model_path, server, api_url, run_dir, *overrides):
     return running(config)
 
 
+def make_sharded(model_path, server, folder, strategy, world, *overrides):
+    """A trainer of so many ranks, without a Trajectory API."""
+    sharding = [f"actor_rollout_ref.actor.strategy={strategy}", f"trainer.n_gpus_per_node={world}"]
+    return make_trainer(model_path, server, "http://127.0.0.1:1", folder, *sharding, *overrides)
+
+
 def greedy(server):
     parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     replies = call(server, lambda client: client.generate(input_ids=PROMPTS, sampling_params=parameters))
@@ -75,15 +80,8 @@ def version_of(server):
 @pytest.mark.slow
 def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path, transport, strategy, world):
     """Compared tensor by tensor, and by what engine and trainer make of them."""
-    with make_trainer(
-        model_path,
-        server,
-        "http://127.0.0.1:1",
-        tmp_path,
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"trainer.n_gpus_per_node={world}",
-        f"trainer.atropos.weight_sync.transport={transport}",
-    ) as trainer:
+    option = f"trainer.atropos.weight_sync.transport={transport}"
+    with make_sharded(model_path, server, tmp_path, strategy, world, option) as trainer:
         options = {"fleet": trainer.checkpoint_manager.fleet, "vocab_size": model_vocab(model_path)}
         options |= {"dtype": "float32", "temperature": 1.0, "compute": trainer._log_probs_of}
         for version in (100, 101):
@@ -108,14 +106,7 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
 
     An export answers in transformers as the server does, token for token.
     """
-    with make_trainer(
-        model_path,
-        server,
-        "http://127.0.0.1:1",
-        tmp_path,
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"trainer.n_gpus_per_node={world}",
-    ) as trainer:
+    with make_sharded(model_path, server, tmp_path, strategy, world) as trainer:
         trainer.checkpoint_manager.update_weights(100)
         with safe_open(model_path / "model.safetensors", framework="pt") as opened:
             base = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -125,13 +116,9 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
 
         before = greedy(server)
         for version in (101, 102):
-            groups = sampled_groups(server)
-            batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-            begin_step(trainer, batch, version)
-            trainer._compute_log_probs(batch)
+            batch, _ = groups_to_data_proto(sampled_groups(server), trainer.limits, trainer.mini_batch_size)
+            update(trainer, batch, version)
             assert trainer.metrics["atropos/logprob_diff/max"] < 1e-4, f"samples of version {version - 1}"
-            trainer._compute_advantages(batch)
-            trainer._update_actor(batch)
             stale = trainer.actor.log_probs(batch)[0]["old_log_probs"]
             gap = (stale - batch.batch["rollout_log_probs"])[batch.batch["response_mask"].bool()].abs().max()
             assert gap > 1e-3, "the update moved the policy away from its samples"

@@ -1,11 +1,12 @@
 """The names of a mixture of experts, pushed to a real server."""
 
+# ruff: noqa: F811  (a fixture that is imported)
+
 import contextlib
-import functools
 
 import pytest
 
-from helpers.families import make_family
+from helpers.families import make_model  # noqa: F401
 from helpers.sglang import call, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, started
 from recipe.atropos.utils.process import unstopped
@@ -13,13 +14,6 @@ from recipe.atropos.weight_sync.probe import probe_servers
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def make_model(tmp_path_factory):
-    """The folder of a tiny model, by its family and seed; made once."""
-    folder = tmp_path_factory.mktemp("names")
-    return functools.cache(lambda family, seed=0: make_family(folder / f"{family}-{seed}", family, seed))
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from helpers.gradients import (
 )
 from helpers.trainer import model_vocab
 from recipe.atropos.algorithm.losses import DistillationConfig
-from recipe.atropos.algorithm.off_policy import _rewards_on
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
@@ -264,13 +263,6 @@ def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, mode
     update = Update(trainer, plain, groups, rejecting("seq_max_k2", 1e-9))
     assert update.metrics["atropos/batches_without_token"] == 1
     assert not any(gradient.any() for gradient in update.gradient.values())
-
-
-def test_rejecting_the_last_token_keeps_the_score_of_its_row():
-    rewards = torch.tensor([[0.0, 0.1, 0.0, 2.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]])
-    kept = torch.tensor([[True, False, True, False], [True, True, True, True], [False] * 4])
-    moved = _rewards_on(rewards, kept)
-    assert moved.tolist() == [[0.0, 0.0, pytest.approx(2.1), 0.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.0, 4.0]]
 
 
 def reference_groups(trainer, plain, model_path):

@@ -21,12 +21,20 @@ from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
-SIZES = [
-    "data.train_batch_size=4",
-    "actor_rollout_ref.rollout.n=4",
-    "inference.urls=[http://127.0.0.1:1]",
-    "algorithm.rollout_correction.rollout_is=null",  # the engine logprobs here are random
-]
+
+def of_strategy(model_path, folder, strategy, world, *overrides):
+    config = compose_config(
+        "data.train_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "inference.urls=[http://127.0.0.1:1]",
+        "algorithm.rollout_correction.rollout_is=null",  # the engine logprobs here are random
+        f"actor_rollout_ref.model.path={model_path}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"trainer.n_gpus_per_node={world}",
+        f"run.dir={folder}",
+        *overrides,
+    )
+    return running(config)
 
 
 @pytest.fixture(
@@ -36,14 +44,7 @@ SIZES = [
 )
 def trainer(request, model_path, tmp_path_factory):
     strategy, world = request.param
-    config = compose_config(
-        *SIZES,
-        f"actor_rollout_ref.model.path={model_path}",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"trainer.n_gpus_per_node={world}",
-        f"run.dir={tmp_path_factory.mktemp('run')}",
-    )
-    with running(config) as trainer:
+    with of_strategy(model_path, tmp_path_factory.mktemp("run"), strategy, world) as trainer:
         yield trainer
 
 
@@ -132,15 +133,8 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, tmp_path, strategy):
-    config = compose_config(
-        *SIZES,
-        f"actor_rollout_ref.model.path={model_path}",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"run.dir={tmp_path}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.optim.lr=1e-2",
-    )
-    with running(config) as trainer:
+    options = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.optim.lr=1e-2"]
+    with of_strategy(model_path, tmp_path, strategy, 1, *options) as trainer:
         groups = a_batch(trainer, model_path, turns=2, seed=3)
         rows, _ = read_groups(groups, trainer.limits)
         for step in (1, 2):

@@ -23,11 +23,11 @@ def make_family(folder, family, seed=0):
 
 @pytest.fixture(scope="module")
 def make_model(tmp_path_factory):
-    """The folder of a family's model, made once."""
+    """The folder of a tiny model, by its family and seed; made once."""
 
     @functools.cache
-    def make(family):
-        folder = make_family(tmp_path_factory.mktemp("models") / family, family)
+    def make(family, seed=0):
+        folder = make_family(tmp_path_factory.mktemp("models") / family, family, seed)
         GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=2).save_pretrained(folder)
         return folder
 

@@ -60,8 +60,18 @@ def calls_to(servers, endpoint):
     return [i for i, _ in found], [body for _, body in found]
 
 
-def test_push_does_each_phase_on_all_servers_before_the_next(tmp_path):
-    servers, metrics, _ = pushed(tmp_path)
+@pytest.fixture
+def old(tmp_path):
+    """The folder of the version before."""
+    folder = tmp_path / "weights" / "version_6"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_push_does_each_phase_on_all_servers_before_the_next(tmp_path, old):
+    """Then, not before, the version before is released."""
+    servers, metrics, transport = pushed(tmp_path)
+    assert not old.exists() and transport.path(7).exists()
     assert [server.endpoints for server in servers] == [PUSHED, PUSHED]
     places = [calls_to(servers, endpoint)[0] for endpoint in PUSHED]
     assert all(max(earlier) < min(later) for earlier, later in zip(places, places[1:], strict=False))
@@ -73,7 +83,7 @@ def test_push_does_each_phase_on_all_servers_before_the_next(tmp_path):
 
 @pytest.mark.parametrize("endpoint", PUSHED[:-1])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, endpoint, failing):
+def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, old, endpoint, failing):
     phases = dict(zip(PUSHED, ("pause", "deliver", "flush", "verify", "resume"), strict=True))
 
     def break_one(servers):
@@ -81,8 +91,6 @@ def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, endpoint, f
         if endpoint == "/model_info":
             servers[failing].failures, servers[failing].reported = {}, "68"[failing]
 
-    old = tmp_path / "weights" / "version_6"
-    old.mkdir(parents=True)
     servers, error, _ = pushed(tmp_path, before=break_one)
     assert isinstance(error, WeightPushError) and f"'{phases[endpoint]}' on {servers[failing].url}" in str(error)
     assert servers[1 - failing].url not in str(error)
@@ -108,13 +116,6 @@ def test_memory_of_a_push_that_failed_is_not_filled_again(tmp_path):
     gc.collect()
     asyncio.run(transport.stage([], iter(()), 9))
     assert not any(Path("/dev/shm", name).exists() for name in named[0] | named[1])
-
-
-def test_push_that_succeeds_releases_the_version_before(tmp_path):
-    old = tmp_path / "weights" / "version_6"
-    old.mkdir(parents=True)
-    *_, transport = pushed(tmp_path)
-    assert not old.exists() and transport.path(7).exists()
 
 
 def test_push_fails_where_a_server_cannot_resume(tmp_path):
