@@ -18,6 +18,6 @@ def test_update_with_fused_kernels_is_the_plain_one(tmp_path):
     with sgd_trainer(model_path, tmp_path, "actor_rollout_ref.model.use_fused_kernels=true") as trainer:
         update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": None})
     del update.gradient["lm_head.weight"]  # the embedding's
-    rows = assert_per_token(update, plain, groups, lambda row, advantage: dict.fromkeys(row.positions, -advantage))
+    rows = assert_per_token(update, lambda row, advantage: dict.fromkeys(row.positions, -advantage))
     for row, found in zip(rows, update.batch.batch["old_log_probs"], strict=False):
         assert found[[t - row.first for t in row.positions]].tolist() == pytest.approx([*row.values.values()], abs=1e-5)

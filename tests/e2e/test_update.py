@@ -24,7 +24,6 @@ from helpers.gradients import (
     some_groups,
     weighted,
 )
-from helpers.trainer import model_vocab
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
@@ -52,24 +51,29 @@ def plain(model_path):
     return AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
 
 
+@pytest.fixture
+def groups(model_path):
+    return some_groups(model_path)
+
+
 @pytest.mark.parametrize(
     ("loss_mode", "agg"),
     [("vanilla", agg) for agg in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean")]
     + [("vanilla", "seq-mean-token-sum-norm")]
     + [("advantage_weighted_sft", agg) for agg in ("token-mean", "seq-mean-token-mean")],
 )
-def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, model_path, loss_mode, agg):
+def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, groups, loss_mode, agg):
     """Padding rows change neither it nor the loss.
 
     Two groups have advantages of the environment's own, one in some rows only; the others the group's GRPO.
     """
-    groups, rng = some_groups(model_path), np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     for group, chosen in ((groups[1], (0, 1, 2)), (groups[2], (0, 3))):
         lengths = [len(tokens) if i in chosen else 0 for i, tokens in enumerate(group["tokens"])]
         group["advantages"] = [rng.normal(size=length).tolist() for length in lengths]
     actor = {"policy_loss.loss_mode": loss_mode, "loss_agg_mode": agg, "loss_scale_factor": 7}
     update = Update(trainer, plain, groups, UNWEIGHTED, actor)
-    rows = rows_of(plain, groups)
+    rows = update.rows()
     coefficients = []
     for row, computed in zip(rows, group_advantages(rows), strict=True):
         share = {
@@ -82,22 +86,22 @@ def test_the_gradient_is_minus_advantage_on_every_trained_token(trainer, plain, 
         own = (row.group.get("advantages") or [[]] * 9)[row.row]
         coefficients.append({t: -share * (own[t] if own else computed) for t in row.positions})
     total = weighted(rows, coefficients)
-    assert_gradient(update, plain, total)
+    assert_gradient(update, total)
     at_ratio_1 = sum(value for row in coefficients for value in row.values())
     loss = at_ratio_1 if loss_mode == "vanilla" else total.item()
     assert update.metrics["actor/pg_loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
-def test_rows_of_a_trajectory_count_once_in_the_gradient(trainer, plain, model_path, agg):
+def test_rows_of_a_trajectory_count_once_in_the_gradient(trainer, plain, groups, agg):
     """13 rows of 8 trajectories, over the ranks: in the baseline, and in the mean over sequences."""
-    groups, numbers = some_groups(model_path), ([0, 1, 0, 0], [0, 1, 1], [2, 1, 0, 2], [1, 1])
+    numbers = ([0, 1, 0, 0], [0, 1, 1], [2, 1, 0, 2], [1, 1])
     for group, own in zip(groups, numbers, strict=True):
         group["overrides"], group["group_overrides"] = None, {"trajectory": own}
         group["scores"] = [group["scores"][own.index(number)] for number in own]
     update = Update(trainer, plain, groups, UNWEIGHTED, {"loss_agg_mode": agg}, mini_batch_size=8)
     assert update.metrics["atropos/mini_batches"] == 1
-    rows, coefficients = rows_of(plain, groups), []
+    rows, coefficients = update.rows(), []
     for row in rows:
         own = row.group["group_overrides"]["trajectory"]
         scores = list(dict(zip(own, row.group["scores"], strict=True)).values())
@@ -107,23 +111,22 @@ def test_rows_of_a_trajectory_count_once_in_the_gradient(trainer, plain, model_p
         shares = {"token-mean": 1 / sum(len(r.positions) for r in rows), "seq-mean-token-mean": 1 / 8 / tokens}
         weight = shares.get(agg, 1 / 8) * (mean - row.group["scores"][row.row]) / spread
         coefficients.append(dict.fromkeys(row.positions, weight))
-    assert_gradient(update, plain, weighted(rows, coefficients))
+    assert_gradient(update, weighted(rows, coefficients))
 
 
 @pytest.mark.parametrize("loss_mode", sorted(set(POLICY_LOSS_REGISTRY) - {"geo_mean", "bypass_mode"}), ids=str)
-def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, model_path, loss_mode):
+def test_every_loss_of_verl_moves_the_policy_on_atropos_rows(trainer, plain, groups, loss_mode):
     """``geo_mean`` is refused before a run starts, ``bypass_mode`` has a test of its own."""
     actor = {"policy_loss.loss_mode": loss_mode, "policy_loss.dro_beta": 0.1}
-    update = Update(trainer, plain, some_groups(model_path), actor=actor)
+    update = Update(trainer, plain, groups, actor=actor)
     assert math.isfinite(update.metrics["actor/pg_loss"]) and 0 < update.metrics["actor/grad_norm"] < 1e3
     assert any(gradient.any() for gradient in update.gradient.values())
     assert all(torch.isfinite(gradient).all() for gradient in update.gradient.values())
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain, model_path, level):
+def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain, groups, level):
     """The ratio is that of the trainer's and the engine's probabilities."""
-    groups = some_groups(model_path)
     update = Update(trainer, plain, groups, {"rollout_correction.rollout_is": level})
     ratios = []
 
@@ -134,7 +137,7 @@ def test_correction_weighs_the_gradient_with_the_truncated_ratio(trainer, plain,
         ratios.extend(math.exp(gap) for gap in gaps.values() if row.engine)
         return {t: -advantage * min(math.exp(gap), 2.0) for t, gap in gaps.items()}
 
-    rows = assert_per_token(update, plain, groups, coefficient)
+    rows = assert_per_token(update, coefficient)
     assert any(r > 2 for r in ratios) and any(r < 0.9 for r in ratios)
     differences = [abs(row.values[t] - row.engine[t]) for row in rows if row.engine for t in row.positions]
     assert update.metrics["atropos/logprob_diff/mean"] == pytest.approx(statistics.fmean(differences), rel=1e-3)
@@ -151,11 +154,10 @@ def rejecting(rule, threshold):
     return UNWEIGHTED | {"rollout_correction.rollout_rs": rule, "rollout_correction.rollout_rs_threshold": threshold}
 
 
-def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, model_path):
+def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, groups):
     """Rows without logprobs stay.
 
     token_k1 keeps a token while the ratio engine / trainer, the inverse of the weights', is within the bounds."""
-    groups = some_groups(model_path)
     update = Update(trainer, plain, groups, rejecting("token_k1", "0.5_3.0"))
 
     def coefficient(row, advantage):
@@ -166,15 +168,15 @@ def test_rejected_tokens_are_out_of_gradient_and_mean(trainer, plain, model_path
         return dict.fromkeys(kept, -advantage)
 
     counts = []
-    assert_per_token(update, plain, groups, coefficient)
+    assert_per_token(update, coefficient)
     assert sum(counts) > 0
 
 
 @pytest.mark.parametrize("padding", ["rows", "rank"])
-def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, model_path, padding):
+def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, groups, padding):
     """That is its only correction. Also of two rows, both on the first of two ranks: verl's own loss raises on the rank
     that has no token."""
-    groups, correction = some_groups(model_path), RolloutCorrectionConfig(bypass_mode=True)
+    correction = RolloutCorrectionConfig(bypass_mode=True)
     if padding == "rank":
         keys = ("tokens", "masks", "scores", "inference_logprobs")
         groups, correction = [{key: [groups[0][key][i] for i in (0, 2)] for key in keys}], RolloutCorrectionConfig()
@@ -186,7 +188,7 @@ def test_bypass_mode_has_the_gradient_of_ppo_against_the_engine(trainer, plain, 
         clipped = {t: r > 1.2 if advantage > 0 else not 0.8 <= r <= 3.0 for t, r in ratios.items()}
         return {t: 0.0 if clipped[t] else -advantage * r for t, r in ratios.items()}
 
-    assert_per_token(Update(trainer, plain, groups, algorithm, actor), plain, groups, coefficient)
+    assert_per_token(Update(trainer, plain, groups, algorithm, actor), coefficient)
 
 
 @pytest.fixture
@@ -221,19 +223,18 @@ def ppo(rows, advantages, old):
     return torch.cat(losses).mean(), statistics.fmean(clipped)
 
 
-def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, model_path, two_epochs, moved):
+def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, groups, two_epochs, moved):
     """Four steps of SGD, two groups in each, against the definition, and one rank against two."""
-    groups = some_groups(model_path)
     for group in groups:  # so that steps are small: large ones amplify the rounding of those before
         group["scores"] = [0.05 * score for score in group["scores"]]
     algorithm = UNWEIGHTED | {"norm_adv_by_std_in_grpo": False}
     update = Update(trainer, plain, groups, algorithm, mini_batch_size=8)
     start = {name: weight.clone() for name, weight in plain.state_dict().items()}
-    rows = rows_of(plain, groups)
+    rows = update.rows()
     advantages, old, shares = group_advantages(rows, by_std=False), [row.values for row in rows], []
     assert update.metrics["atropos/mini_batches"] == 2
     for part in 2 * (range(7), range(7, 13)):
-        rows = rows_of(plain, groups)
+        rows = update.rows()
         loss, clipped = ppo(*([values[i] for i in part] for values in (rows, advantages, old)))
         shares.append(clipped)
         plain.zero_grad()
@@ -249,25 +250,25 @@ def test_mini_batches_are_whole_groups_on_any_number_of_ranks(trainer, plain, mo
     assert all(distance(one, other) < 1e-5 for other in others), "rounding, of four steps"
 
 
-def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, model_path):
+def test_mini_batches_without_a_trained_token_take_no_step(trainer, plain, groups):
     """Of two, the first is rejected whole; of the second there stays the group that came without logprobs."""
-    groups = some_groups(model_path)
     update = Update(trainer, plain, groups, rejecting("seq_max_k2", 1e-9), mini_batch_size=8)
     assert update.metrics["atropos/mini_batches"] == update.metrics["atropos/mini_batches_without_token"] == 1
     # The norms too: a step without a gradient, which momentum or weight decay gives an effect, would halve their mean.
-    assert_per_token(update, plain, groups[3:], lambda row, advantage: dict.fromkeys(row.positions, -advantage))
+    update.groups = groups[3:]
+    assert_per_token(update, lambda row, advantage: dict.fromkeys(row.positions, -advantage))
 
 
-def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, model_path):
-    groups = some_groups(model_path)[:3]
-    update = Update(trainer, plain, groups, rejecting("seq_max_k2", 1e-9))
+def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, groups):
+    update = Update(trainer, plain, groups[:3], rejecting("seq_max_k2", 1e-9))
     assert update.metrics["atropos/batches_without_token"] == 1
     assert not any(gradient.any() for gradient in update.gradient.values())
 
 
-def reference_groups(trainer, plain, model_path):
-    """With logprobs of a reference policy that is near the policy that an update starts from."""
-    groups, rng = some_groups(model_path), np.random.default_rng(2)
+@pytest.fixture
+def referenced(trainer, plain, groups):
+    """Groups with logprobs of a reference policy that is near the policy that an update starts from."""
+    rng = np.random.default_rng(2)
     trainer.actor.load_checkpoint(trainer.start)  # the update before this one has moved it
     plain.load_state_dict(Update._weights(trainer))
     for group in groups:
@@ -278,11 +279,10 @@ def reference_groups(trainer, plain, model_path):
     return groups
 
 
-def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
+def test_kl_in_the_loss_adds_its_gradient(trainer, plain, referenced):
     """low_var_kl: exp(ref - log p) - (ref - log p) - 1, whose derivative is 1 - exp(ref - log p)."""
-    groups = reference_groups(trainer, plain, model_path)
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl"}
-    update = Update(trainer, plain, groups, UNWEIGHTED, actor)
+    update = Update(trainer, plain, referenced, UNWEIGHTED, actor)
     kls = []
 
     def coefficient(row, advantage):
@@ -290,23 +290,22 @@ def test_kl_in_the_loss_adds_its_gradient(trainer, plain, model_path):
         kls.extend(math.exp(gap) - gap - 1 for gap in gaps.values())
         return {t: -advantage + 0.3 * (1 - math.exp(gap)) for t, gap in gaps.items()}
 
-    assert_per_token(update, plain, groups, coefficient)
+    assert_per_token(update, coefficient)
     assert max(kls) > 0.005, "no rounding"
     assert update.metrics["actor/kl_loss"] == pytest.approx(statistics.fmean(kls), rel=1e-3)
 
 
-def test_kl_in_the_reward_changes_the_advantage(trainer, plain, model_path):
+def test_kl_in_the_reward_changes_the_advantage(trainer, plain, referenced):
     """The change is the KL of the sequence."""
-    groups = reference_groups(trainer, plain, model_path)
     algorithm = {"use_kl_in_reward": True, "kl_ctrl.kl_coef": 0.5} | UNWEIGHTED
-    update = Update(trainer, plain, groups, algorithm)
-    rows = rows_of(plain, groups)
+    update = Update(trainer, plain, referenced, algorithm)
+    rows = update.rows()
     n = sum(len(row.positions) for row in rows)
     kls = [sum(row.values[t] - row.group["ref_logprobs"][row.row][t] for t in row.positions) for row in rows]
     rewards = [row.group["scores"][row.row] - 0.5 * kl for row, kl in zip(rows, kls, strict=True)]
     values = group_advantages(rows, rewards)
     coefficients = [dict.fromkeys(row.positions, -value / n) for row, value in zip(rows, values, strict=True)]
-    assert_gradient(update, plain, weighted(rows, coefficients))
+    assert_gradient(update, weighted(rows, coefficients))
     mean = statistics.fmean(kl / len(row.positions) for row, kl in zip(rows, kls, strict=True))
     assert update.metrics["actor/reward_kl_penalty"] == pytest.approx(mean, rel=1e-3), "padding rows do not thin it out"
 
@@ -316,15 +315,15 @@ def test_kl_in_the_reward_changes_the_advantage(trainer, plain, model_path):
     [(True, None), (False, None), (True, [0.7, 1.0, 1.5, 0.7])],
     ids=["beside", "alone", "sampling_temperatures"],
 )
-def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, model_path, use_policy_loss, temperatures):
+def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, groups, use_policy_loss, temperatures):
     """In two groups of four; the gradient on the logits is policy - target, from the derivative of the KL by hand.
 
     Also where each row has the temperature that it was sampled at.
     """
-    groups, generator = some_groups(model_path), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     if temperatures:
         groups[0]["group_overrides"] = {"sampling_params": [[{"temperature": t}] for t in temperatures]}
-    vocab = model_vocab(model_path)
+    vocab = plain.config.vocab_size
     for group in groups[:2]:
         full = [2 * torch.randn(len(t), vocab, generator=generator).log_softmax(-1) for t in group["tokens"]]
         top = [f.log_softmax(-1).topk(5) for f in full]
@@ -332,7 +331,7 @@ def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, mod
         group["distill_logprobs"] = [[[]] + t.values[1:].tolist() for t in top]
     distillation = DistillationConfig(loss_coef=0.7, use_policy_loss=use_policy_loss)
     update = Update(trainer, plain, groups, UNWEIGHTED, distillation=distillation)
-    rows = rows_of(plain, groups)
+    rows = update.rows()
     n = sum(len(row.positions) for row in rows)
     total = torch.tensor(0.0)
     if use_policy_loss:
@@ -348,14 +347,14 @@ def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, mod
             target *= (1 - mass.sum()) / target.sum()
             target[ids] = mass
             total = total + 0.7 / n * ((policy - target) * row.logits[t - 1]).sum()
-    assert_gradient(update, plain, total)
+    assert_gradient(update, total)
     assert update.metrics["actor/distillation_loss"] > 0
     assert ("actor/pg_loss" in update.metrics) == use_policy_loss
 
 
-def test_distillation_alone_without_a_teacher_is_an_error(trainer, plain, model_path):
+def test_distillation_alone_without_a_teacher_is_an_error(trainer, plain, groups):
     """The message says what is missing."""
-    batch, _ = groups_to_data_proto(some_groups(model_path), trainer.limits, trainer.mini_batch_size)
+    batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
     trainer.distillation = DistillationConfig(loss_coef=1.0, use_policy_loss=False)
     try:
         with pytest.raises(RuntimeError, match="use_policy_loss=false, but no row of this batch has distill_token_ids"):

@@ -56,6 +56,7 @@ class Update:
     """Weights before and after one update of the first model on ``groups``, and what the trainer said of it."""
 
     def __init__(self, trainer, plain, groups, algorithm=(), actor=(), distillation=None, mini_batch_size=None):
+        self.plain, self.groups = plain, groups
         trainer.config.algorithm = trainer.defaults.copy()
         for key, value in dict(algorithm).items():
             target, _, name = key.rpartition(".")
@@ -92,6 +93,10 @@ class Update:
         self.metrics = trainer.metrics
         after = self._weights(trainer)
         self.gradient = {name: before[name] - after[name] for name in before}
+
+    def rows(self):
+        """Of the groups, under the plain model as it is now."""
+        return rows_of(self.plain, self.groups)
 
     @staticmethod
     def _weights(trainer):
@@ -136,8 +141,9 @@ def group_advantages(rows, rewards=None, by_std=True):
     return values
 
 
-def assert_gradient(update, plain, total):
+def assert_gradient(update, total):
     """The weights moved by the gradient of the scalar ``total``."""
+    plain = update.plain
     plain.zero_grad()
     total.backward()
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -153,10 +159,10 @@ def weighted(rows, coefficients):
     return sum(c[t] * row.log_probs[t] for row, c in zip(rows, coefficients, strict=True) for t in c)
 
 
-def assert_per_token(update, plain, groups, coefficient):
+def assert_per_token(update, coefficient):
     """The weights moved by ``coefficient(row, advantage)``, {position: number}, over the number of tokens; the rows."""
-    rows = rows_of(plain, groups)
+    rows = update.rows()
     found = [coefficient(row, advantage) for row, advantage in zip(rows, group_advantages(rows), strict=True)]
     n = sum(map(len, found))
-    assert_gradient(update, plain, weighted(rows, [{t: value / n for t, value in each.items()} for each in found]))
+    assert_gradient(update, weighted(rows, [{t: value / n for t, value in each.items()} for each in found]))
     return rows
