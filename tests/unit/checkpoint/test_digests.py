@@ -1,5 +1,7 @@
 """A checkpoint is used only as it was saved, and runs no code; what is changed is named, with what to do instead."""
 
+import contextlib
+import errno
 import os
 import random
 from pathlib import Path
@@ -18,7 +20,7 @@ from recipe.atropos.commands.replay import differing_tensors
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run.record import RunRecord
-from recipe.atropos.utils.files import read_json, write_json
+from recipe.atropos.utils.files import read_json, sync, write_json
 
 MODEL, OPTIMIZER = "actor/model_world_size_1_rank_0.pt", "actor/optim_world_size_1_rank_0.pt"
 FILES = {"data.pt": b"data", MODEL: b"model", OPTIMIZER: b"optimizer", "actor/huggingface/config.json": b"{}"}
@@ -150,6 +152,18 @@ def test_checkpoint_is_synced_by_the_rank_that_wrote_it(tmp_path, synced):
     synced.clear()
     actor().save_checkpoint(str(folder / "actor"))
     assert {path for path, _ in synced} == {folder / MODEL, folder / OPTIMIZER}
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_checkpoint_is_saved_where_folders_cannot_be_synced(tmp_path, monkeypatch, code):
+    """Some file systems take no sync of a folder; what they take and cannot do ends the saving."""
+
+    def fail(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with contextlib.nullcontext() if code == errno.EINVAL else pytest.raises(OSError, match="Input/output error"):
+        sync(tmp_path)
 
 
 def test_digest_is_compared_before_a_run_resumes(tmp_path):
