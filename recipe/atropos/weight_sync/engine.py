@@ -105,10 +105,9 @@ class AtroposCheckpointEngine(CheckpointEngine):
         Raises:
             WeightPushError: see ``push``, the transport and ``names``.
         """
-        if not self.is_master:
-            deque(weights, maxlen=0)  # to the end
-            return {}
         try:
+            if not self.is_master:
+                return {}
             async with AsyncExitStack() as stack:
                 clients = [
                     await stack.enter_async_context(
@@ -123,7 +122,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 self._pushed = str(global_steps)
                 return metrics
         finally:
-            deque(weights, maxlen=0)
+            deque(weights, maxlen=0)  # to the end
 
     async def _check(self, client: SGLangClient) -> None:
         """Check that a new or restarted server serves the model that is trained, and can be paused."""
