@@ -1,5 +1,6 @@
 """What of a group arrives in the policy's loss: through the row contract and verl's removal of padding, no workers."""
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,19 @@ def loss_of(
     return atropos_loss(actor, distillation, model_output=output, data=batch)
 
 
+def unpadded(data: Any, log_probs: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """A batch without padding, as one mini-batch, and ``log_probs``, (B, R), flat: at t stands that of token t + 1."""
+    tokens = int(data.batch["response_mask"].sum())
+    sizes = data.batch["attention_mask"][:, -log_probs.shape[1] :].sum(-1).tolist()
+    batch = left_right_2_no_padding(data.to_tensordict())
+    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
+    ends = batch["input_ids"].offsets()[1:].tolist()
+    flat = torch.zeros(ends[-1])
+    for values, end, size in zip(log_probs, ends, sizes, strict=True):
+        flat[end - 1 - size : end - 1] = values[:size]
+    return batch, flat.requires_grad_()
+
+
 def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) -> Arrived:
     """One update's loss of a policy that still has the logprobs that the groups were sampled with."""
     config = compose_config("actor_rollout_ref.model.path=none", *overrides)
@@ -54,24 +68,15 @@ def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) 
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
     compute_advantages(data, config.algorithm, config.trainer.atropos, RunningMoments())
     data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
-    tokens = int(data.batch["response_mask"].sum())
-    response = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :].sum(-1).tolist()
-    sampled = data.batch["old_log_probs"]
-    batch = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
-    offsets = batch["input_ids"].offsets()
-    log_probs = torch.zeros(int(offsets[-1]))
-    for row, (end, size) in enumerate(zip(offsets[1:].tolist(), response, strict=True)):
-        log_probs[end - 1 - size : end - 1] = sampled[row, :size]  # at t stands that of token t + 1
-    log_probs.requires_grad_()
+    batch, log_probs = unpadded(data, data.batch["old_log_probs"])
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(log_probs), vocab_size, generator=generator).requires_grad_()
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss, metrics = loss_of(actor, DistillationConfig(loss_coef=1.0), batch, logits[None], log_probs)
     by_log_probs, by_logits = torch.autograd.grad(loss, (log_probs, logits), allow_unused=True)
-    advantages = [0.0, *(-tokens * by_log_probs).tolist()]  # of token t at t, but for the first of all
-    spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    rows = [[0.0, *advantages[start + 1 : end]] for start, end in spans]
+    advantages = -data.batch["response_mask"].sum() * by_log_probs.roll(1)  # of token t at t
+    offsets = batch["input_ids"].offsets().tolist()
+    rows = [[0.0, *advantages[start + 1 : end].tolist()] for start, end in pairwise(offsets)]
     named = {name: metric.aggregate() for name, metric in metrics.items() if hasattr(metric, "aggregate")}
     return Arrived(rows, logits.detach(), torch.zeros_like(logits) if by_logits is None else by_logits, named)
 

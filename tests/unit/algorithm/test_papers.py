@@ -11,11 +11,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import get_kl_controller
-from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.padding import left_right_2_no_padding
 
-from helpers.loss import in_the_loss, loss_of
+from helpers.loss import in_the_loss, loss_of, unpadded
 from helpers.promises import code, tables
 from helpers.trainer import compose_config, random_group
 from recipe.atropos.algorithm.advantages import RunningMoments, add_advantages
@@ -68,19 +66,12 @@ def trained(keys, count, spread=0.5):
     controller = get_kl_controller(config.algorithm.kl_ctrl)
     mask = data.batch["response_mask"].bool()
     add_advantages(data, config.algorithm, config.trainer.atropos, RunningMoments(), controller)
-    tokens = int(data.batch["response_mask"].sum())
-    response = data.batch["attention_mask"][:, -mask.shape[1] :].sum(-1).tolist()
-    batch = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
-    ends = batch["input_ids"].offsets()[1:].tolist()
-    flat = torch.zeros(ends[-1])
-    for new, end, size in zip(policies["new"].float(), ends, response, strict=True):
-        flat[end - 1 - size : end - 1] = new[:size]  # at t stands that of token t + 1
+    new = policies["new"].float().requires_grad_()
+    batch, flat = unpadded(data, new)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    loss, _ = loss_of(actor, DistillationConfig(), batch, torch.zeros(1, len(flat), VOCAB), flat.requires_grad_())
-    [gradient] = torch.autograd.grad(loss, flat)
-    parts = zip(ends, response, mask, strict=True)
-    return torch.cat([gradient[end - 1 - size : end - 1][kept[:size]] for end, size, kept in parts]).double()
+    loss, _ = loss_of(actor, DistillationConfig(), batch, torch.zeros(1, len(flat), VOCAB), flat)
+    [gradient] = torch.autograd.grad(loss, new)
+    return gradient[mask].double()
 
 
 def by_hand(formula, count, spread=0.5):
