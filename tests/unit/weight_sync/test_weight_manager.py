@@ -1,6 +1,5 @@
 """The trainer's side of a push: the real fleet and gateway over servers that can be made to fail; ranks are a stub."""
 
-import asyncio
 import contextlib
 import itertools
 import threading
@@ -8,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from helpers.gateway import KEY, gateway
 from helpers.trainer import compose_config
@@ -64,22 +64,11 @@ def quick(monkeypatch):
 @pytest.fixture
 def served(quick):
     """Two servers behind a gateway, their fleet, the ranks, and a way to run a coroutine where the servers are."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    def run(coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
-
-    context = gateway()
-    client = run(context.__aenter__())
-    gateway_client = GatewayClient(client.url, KEY)
-    fleet = ServerFleet([stub.url for stub in client.stubs], gateway_client, KEY, timeout=1)
-    yield SimpleNamespace(fleet=fleet, stubs=client.stubs, gateway=gateway_client, group=Group(client.stubs), run=run)
-    run(context.__aexit__(None, None, None))
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(gateway()) as client:
+        known = GatewayClient(client.url, KEY)
+        fleet = ServerFleet([stub.url for stub in client.stubs], known, KEY, timeout=1)
+        made = {"fleet": fleet, "stubs": client.stubs, "gateway": known, "group": Group(client.stubs)}
+        yield SimpleNamespace(**made, run=lambda coroutine: portal.call(lambda: coroutine))
 
 
 def manager_of(served, **options):
@@ -107,11 +96,8 @@ def test_manager_advances_its_version_only_after_verification(served):
     metrics = {"weight_sync/bytes": 8.0, "weight_sync/probe_gap": 0.5, "weight_sync/servers_removed": 0}
     assert manager.update_weights(4) == metrics and manager.version == 4
     urls = sorted(served.fleet.urls)
-    assert (
-        served.group.pushes == [(4, urls)] * 2
-        and served.group.limits == [("update_weights", 12.5)] * 2
-        and served.gateway.serves()[:2] == (4, set(urls))
-    )
+    assert served.group.pushes == [(4, urls)] * 2 and served.gateway.serves()[:2] == (4, set(urls))
+    assert served.group.limits == [("update_weights", 12.5)] * 2
 
 
 def test_manager_keeps_its_version_when_a_push_fails(served):
@@ -125,7 +111,6 @@ def test_manager_keeps_its_version_when_a_push_fails(served):
 
 
 def test_manager_pushes_to_servers_before_admitting_them(served):
-    """Manager pushes to servers out of sync before they are admitted."""
     manager, (first, second) = manager_of(served), served.fleet.urls
     assert manager.ensure_current(5) == {} and not served.group.pushes, "before the first push nothing is compared"
     manager.update_weights(5)
@@ -207,7 +192,6 @@ def test_manager_calls_servers_that_load_no_error(served, caplog):
 
 
 def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):
-    """Manager goes on without a server that is gone and names it."""
     manager, (first, second) = manager_of(served), served.fleet.urls
     manager.update_weights(1)
     die(served, 1)
