@@ -59,17 +59,16 @@ def turns_of(session: Session) -> Iterator[dict[str, Any]]:
     while waiting:
         turn, level = waiting.pop()
         waiting += [(child, level + (len(turn.children) > 1)) for child in reversed(turn.children)]
-        record = session.record(turn.number)
-        reply = record.reply.message()
+        *messages, reply = turn.messages
         yield {
             "number": turn.number,
-            "parent": record.parent,
+            "parent": turn.parent and turn.parent.number,
             "level": level,
             "begins": "" if turn.parent else turn.cause or "a new conversation",
             "tokens": len(turn.tokens),
             "versions": turn.versions,
             "row": rows[turn.number],
-            "added": [part for message in record.messages for part in _parts(message)] or _prompt(turn, reply),
+            "added": [part for message in messages for part in _parts(message)] or _prompt(turn, reply),
             "reply": _parts(reply),
         }
 

@@ -7,12 +7,10 @@ request alone. Tools are
 ``{"type": "function", "function": {"name", "description", "parameters"}}``.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-import orjson
 from msgspec import Meta
 
 from recipe.atropos.errors import AtroposError
@@ -125,16 +123,22 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg
         return {"prompt_token_ids": self.prompt, "weight_versions": self.versions}
 
 
-def digest(message: Message) -> bytes:
-    """Return 16 bytes that identify what a message says: role, text, tools' names and arguments, parsed and sorted.
+def same(one: Message, other: Message) -> bool:
+    """Whether two messages say the same: role, text, tools' names and arguments, parsed and sorted.
 
     Reasoning, which clients drop, and the ids of calls, which they make anew, are left out; so is white space around a
     text, which they strip.
     """
-    functions = (call["function"] for call in message.get("tool_calls") or ())
-    calls = [(function["name"], _canonical(function["arguments"])) for function in functions]
-    said = [message["role"], (message.get("content") or "").strip(), calls]
-    return hashlib.blake2b(orjson.dumps(said), digest_size=16).digest()
+    return one == other or _said(one) == _said(other)
+
+
+def _said(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return (
+        message["role"],
+        message["content"].strip(),
+        [(call["name"], _canonical(call["arguments"])) for call in calls],
+    )
 
 
 def _canonical(arguments: str) -> str:

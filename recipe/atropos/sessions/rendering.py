@@ -3,7 +3,7 @@
 A model that it knows by name has its own renderer there; any other, and any that the configuration names, goes through
 its chat template. Guarantees:
 
-- ``bridged`` never writes a sampled token anew: what it returns begins with the ids of the path that it continues.
+- ``bridged`` never writes a sampled token anew: what it returns stands after the ids of the path that it continues.
 - Where a template cannot be bridged exactly, it returns None, and the caller renders everything anew.
 - With ``thinking="kept"`` the reasoning of earlier replies stays in the context as it was sampled, also where the
   template removes it; with "as_template" it is removed where the template does, which begins a history anew.
@@ -102,23 +102,22 @@ class Rendering:
     def bridged(
         self, turn: Turn, history: list[Message], new: list[Message], tools: list | None, template: dict[str, Any]
     ) -> list[int] | None:
-        """Return the ids of a path, then of ``new`` messages and the beginning of a reply; None if that is not exact.
+        """Return the ids of ``new`` messages and the beginning of a reply, to stand after those of a path; None if
+        that is not exact.
 
         ``history`` are the path's messages, the last the turn's reply.
         """
         renderer = self._renderer(template)
-        before = turn.ids().tolist()
-        if isinstance(renderer, DefaultRenderer):
-            if self.thinking == "as_template" and any(one.thinking for one in turn.path()):
-                ids = self.prompt([*history, *new], tools, template)
-            else:
-                tail = self._after_reply(renderer, turn, history, new, tools)
-                ids = None if tail is None else before + tail
+        default = isinstance(renderer, DefaultRenderer)
+        if default and not (self.thinking == "as_template" and turn.thinking):
+            return self._after_reply(renderer, turn, history, new, tools) or None
+        path = turn.ids().tolist()
+        if default:
+            ids = self.prompt([*history, *new], tools, template)
         else:
-            prompt, completion = before[: -len(turn.tokens)], turn.tokens.tolist()
-            found = renderer.bridge_to_next_turn(prompt, completion, new, tools=tools)
-            ids = found and list(found.token_ids)
-        return ids if ids and ids[: len(before)] == before and len(ids) > len(before) else None
+            found = renderer.bridge_to_next_turn(path[: -len(turn.tokens)], turn.tokens.tolist(), new, tools=tools)
+            ids = list(found.token_ids) if found else []
+        return ids[len(path) :] or None if ids[: len(path)] == path else None
 
     def _after_reply(
         self, renderer: DefaultRenderer, turn: Turn, history: list[Message], new: list[Message], tools: list | None

@@ -29,13 +29,12 @@ from recipe.atropos.sessions.messages import (
     Reply,
     RequestError,
     Strict,
-    digest,
     name_tools,
     session_sampling,
 )
 from recipe.atropos.sessions.rendering import Rendering, as_ids
 from recipe.atropos.sessions.store import Store
-from recipe.atropos.sessions.tree import Said, Tree, Turn, identified
+from recipe.atropos.sessions.tree import Tree, Turn
 
 Generate = Callable[[list[int], dict[str, Any]], Awaitable[tuple[SampledReply, list[dict[str, Any]]]]]
 """Samples a whole reply to token ids, with SGLang's parameters; returns it and the spans of its weight versions."""
@@ -93,7 +92,7 @@ class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
 @dataclass
 class Record:
     """A turn as it is stored; ``reply`` without its prompt, which is that of the path; ``messages`` are those before
-    it since its parent's reply.
+    it since its parent's reply; for the rest see ``Turn``.
     """
 
     parent: int | None
@@ -101,11 +100,11 @@ class Record:
     reply: Reply
     versions: tuple[int, int] | None
     sampling: dict[str, Any]
-    said: list[tuple[bytes, bytes, str]]
     text: str | None
     cause: str | None
     messages: list[Message]
-    tools: bool = False  # whether the request had some
+    basis: bytes | None = None
+    tools: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -246,9 +245,10 @@ class Session:
         messages = self._messages(asked)
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
-        parent, prompt, said, cause = self._prompt(asked, messages, rendering)
+        parent, added, cause = self._prompt(asked, messages, rendering)
+        prompt = _whole(parent, added)
         params = self._params(asked, len(prompt), rendering)
-        begun, reserved = as_ids(prompt), params["max_new_tokens"] or 0
+        reserved = params["max_new_tokens"] or 0
         self.reserved += reserved
         try:
             sampled, spans = await generate(prompt, params)
@@ -256,20 +256,16 @@ class Session:
             self.reserved -= reserved
             self.freed.set()
         reply = self._reply(asked, sampled, spans, prompt, rendering, model)
-        added = begun if parent is None else begun[len(parent.ids()) :]
-        if asked.prompt is None:
-            said += identified([(digest(reply.message()), "calls" if reply.calls else "assistant")], said[-1].key)
-        history = parent.message_count if parent else 0
         record = Record(
             parent and parent.number,
-            added.tobytes(),
+            as_ids(added).tobytes(),
             msgspec.structs.replace(reply, prompt=[]),
             sampled.versions,
             SamplingParams.from_request(params).to_mapping(),
-            [tuple(one) for one in said[history:]],
             asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
             cause,
-            messages[history:],
+            messages[len(parent.history()) :] if parent else messages,
+            _basis(asked),
             bool(asked.tools),
         )
         number = len(self.tree.turns)
@@ -279,7 +275,8 @@ class Session:
 
     def prompt(self, asked: Asked, rendering: Rendering) -> list[int]:
         """Return the ids that a reply to this request would be sampled after. Raises as ``sample``."""
-        return self._prompt(asked, self._messages(asked), rendering)[1]
+        parent, added, _ = self._prompt(asked, self._messages(asked), rendering)
+        return _whole(parent, added)
 
     def delivered(self, exchange: Exchange) -> None:
         """Note that a reply was wholly written: the same request is then another one."""
@@ -289,20 +286,8 @@ class Session:
 
     def recorded(self, number: int) -> Reply:
         """Return the reply of a turn, as it was."""
-        return msgspec.structs.replace(self.record(number).reply, prompt=self.tree.turns[number].prompt().tolist())
-
-    def record(self, number: int) -> Record:
-        """Return a turn as it is stored."""
         [(*_, data)] = self.store.turns(self.state.id, number)
-        return _decode(data)
-
-    def history(self, turn: Turn) -> list[Message]:
-        """Return the messages up to a turn's reply."""
-        found: list[Message] = []
-        for one in turn.path():
-            record = self.record(one.number)
-            found += [*record.messages, record.reply.message()]
-        return found
+        return msgspec.structs.replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
 
     # ------------------------------------------------------------------ results
 
@@ -333,7 +318,7 @@ class Session:
             "sampled": self.sampled,
             "rows": sum(not turn.children for turn in turns),
             "tools": any(turn.tools for turn in turns),
-            "tool_calls": sum(bool(turn.said) and turn.said[-1].kind == "calls" for turn in turns),
+            "tool_calls": sum("tool_calls" in turn.messages[-1] for turn in turns),
             "repeats": sum(turn.repeats for turn in turns),
             "retries": self.state.retries,
             "forks": dict(self.forks),
@@ -348,7 +333,7 @@ class Session:
             before = [turn for turn in self.tree.turns if turn.reply == asked.previous]
             if not before:
                 raise RequestError(f"previous_response_id={asked.previous}: this session has no such reply", 404)
-            history = self.history(before[0])
+            history = before[0].history()
             if history[0].get("instructions"):
                 del history[0]  # they are of their request alone
             own = [one for one in messages[:1] if one.get("instructions")]
@@ -358,29 +343,26 @@ class Session:
 
     def _prompt(
         self, asked: Asked, messages: list[Message], rendering: Rendering
-    ) -> tuple[Turn | None, list[int], list[Said], str | None]:
-        """Return the turn that a request continues, its whole prompt, what identifies its messages, and why it
-        continues none.
-        """
+    ) -> tuple[Turn | None, list[int], str | None]:
+        """Return the turn that a request continues, the ids that it adds to that, and why it continues none."""
         if isinstance(asked.prompt, str):
-            if (before := self.tree.continued_text(asked.prompt)) is not None:
-                if (rest := rendering.after_text(before, asked.prompt)) is not None:
-                    return before, before.ids().tolist() + rest, [], None
-            return None, rendering.tokenizer.encode(asked.prompt), [], None
+            if (parent := self.tree.continued_text(asked.prompt)) is not None:
+                if (rest := rendering.after_text(parent, asked.prompt)) is not None:
+                    return parent, rest, None
+            return None, rendering.tokenizer.encode(asked.prompt), None
         if asked.prompt is not None:
-            return self.tree.continued_ids(as_ids(asked.prompt)), asked.prompt, [], None
-        root = hashlib.blake2b(msgspec.json.encode([asked.tools, asked.template], order="sorted"), digest_size=16)
-        kinds = [(digest(one), "calls" if one.get("tool_calls") else one["role"]) for one in messages]
-        said, cause = identified(kinds, root.digest()), None
-        if turn := self.tree.continued(said):
-            before, new = messages[: turn.message_count], messages[turn.message_count :]
-            bridged = rendering.bridged(turn, before, new, asked.tools, asked.template)
-            if bridged is not None:
-                return turn, bridged, said, None
-            cause = "thinking_stripped" if any(one.thinking for one in turn.path()) else "other"
+            parent = self.tree.continued_ids(as_ids(asked.prompt))
+            return parent, asked.prompt[0 if parent is None else len(parent.ids()) :], None
+        cause = None
+        if (parent := self.tree.continued(messages, _basis(asked))) is not None:
+            count = len(parent.history())
+            added = rendering.bridged(parent, messages[:count], messages[count:], asked.tools, asked.template)
+            if added is not None:
+                return parent, added, None
+            cause = "thinking_stripped" if parent.thinking else "other"
         elif self.tree.turns:
-            cause = self.tree.fork_cause(said)
-        return None, rendering.prompt(messages, asked.tools, asked.template), said, cause
+            cause = self.tree.fork_cause(messages)
+        return None, rendering.prompt(messages, asked.tools, asked.template), cause
 
     async def _tokens_left(self) -> None:
         """Wait while the replies in flight may have all tokens that are left. Raises RequestError: they had them."""
@@ -448,9 +430,9 @@ class Session:
             np.array(record.reply.logprobs),
             record.versions,
             SamplingParams.from_mapping(record.sampling),
-            tuple(Said(*one) for one in record.said),
+            [*record.messages, record.reply.message()],
+            record.basis,
             record.text,
-            record.reply.reasoning is not None,
             record.cause,
             record.tools,
         )
@@ -458,3 +440,15 @@ class Session:
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def _basis(asked: Asked) -> bytes | None:
+    """Return what stands for all that a request's messages depend on; None if it has a prompt as it is."""
+    if asked.prompt is not None:
+        return None
+    return hashlib.blake2b(msgspec.json.encode([asked.tools, asked.template], order="sorted"), digest_size=16).digest()
+
+
+def _whole(parent: Turn | None, added: list[int]) -> list[int]:
+    """Return the ids of a path with what a request adds to it."""
+    return added if parent is None else parent.ids().tolist() + added

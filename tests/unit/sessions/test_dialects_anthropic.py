@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from helpers.dialects import FAILED, REPLIES, anthropic_client, data_of
 from recipe.atropos.sessions.dialects import anthropic
-from recipe.atropos.sessions.messages import RequestError, digest, error_body
+from recipe.atropos.sessions.messages import RequestError, error_body, same
 
 ASK = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "2 + 2?"}]}
 _CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -67,7 +67,7 @@ def test_blocks_sent_back_are_the_message(name, dump, streamed):
     said = {"role": "assistant", "content": [dump(block) for block in content]}
     client.messages.create(**{**ASK, "messages": [*ASK["messages"], said, {"role": "user", "content": "sure?"}]})
     [_, found, _] = anthropic.read(handle.body).messages
-    assert digest(found) == digest(reply.message())
+    assert same(found, reply.message())
     assert found.get("reasoning_content") == reply.reasoning
 
 

@@ -7,7 +7,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from helpers.dialects import FAILED, REPLIES, data_of, openai_client
 from recipe.atropos.sessions.dialects import chat, completions
-from recipe.atropos.sessions.messages import RequestError, digest
+from recipe.atropos.sessions.messages import RequestError, same
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "2 + 2?"}]}
 TOOL = {"type": "function", "function": {"name": "search", "description": "d", "parameters": {"type": "object"}}}
@@ -93,7 +93,7 @@ def test_a_chat_message_sent_back_is_recognized(name, dump, streamed):
         message = client.chat.completions.create(**ASK).choices[0].message
     client.chat.completions.create(model="policy", messages=[*ASK["messages"], dump(message)])
     [_, found] = chat.read(handle.body).messages
-    assert digest(found) == digest(reply.message())
+    assert same(found, reply.message())
     assert found.get("reasoning_content") == reply.reasoning
 
 

@@ -7,7 +7,7 @@ from pydantic import TypeAdapter
 
 from helpers.dialects import FAILED, REPLIES, data_of, openai_client
 from recipe.atropos.sessions.dialects import responses
-from recipe.atropos.sessions.messages import digest
+from recipe.atropos.sessions.messages import same
 
 ASK = {"model": "policy", "input": "2 + 2?"}
 TOOL = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
@@ -90,7 +90,7 @@ def test_response_items_sent_back_are_one_message(name, dump):
     items = [{"role": "user", "content": "2 + 2?"}, *map(dump, client.responses.create(**ASK).output)]
     client.responses.create(model="policy", input=[*items, {"role": "user", "content": "sure?"}])
     [_, found, _] = responses.read(handle.body).messages
-    assert digest(found) == digest(reply.message())
+    assert same(found, reply.message())
     assert found.get("reasoning_content") == reply.reasoning
 
 
