@@ -7,6 +7,7 @@ Guarantees:
 - One trainer at a time: each registration gets an epoch of its own, and requests of an older one are refused. One that
   fails changes nothing.
 - The groups of a committed batch are never queued again; those that are, return to their place in the queue.
+- A stock trainer's batches are full, also after a trainer that numbers them.
 - A stock trainer's next ``GET /batch`` acknowledges the batch before, unless that one's answer was not written whole.
 """
 
@@ -60,9 +61,12 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
 
 
 def _requeue_after(service: Service, message: Registration, base: int, last: int) -> int | None:
-    """Return the number of the batch after which all are queued again, for another batch size; None if none is."""
-    size = service.queue.batch_size
-    if size is None or (size == message.batch_size and base >= service.resized) or base >= last:
+    """Return the number of the batch after which all are queued again; None if none is.
+
+    For another batch size, and for a stock trainer after one that numbers batches, whose batches may not be full.
+    """
+    size, fits = service.queue.batch_size, service.queue.exact or message.after is not None
+    if size is None or (size == message.batch_size and fits and base >= service.resized) or base >= last:
         return None
     if base < service.committed:
         raise RequestRefused(

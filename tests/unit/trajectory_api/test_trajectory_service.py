@@ -209,6 +209,23 @@ async def test_a_stock_trainer_gets_no_batch_twice_over_a_restart(tmp_path):
     assert got == [1, 2, 3, 3, 4]
 
 
+async def test_a_stock_trainer_gets_full_batches_after_another(tmp_path):
+    """One that numbers them left some that are not full, and a restart of the server comes between."""
+    async with open_service(tmp_path) as service:
+        await delivery.register(service, registration(8, after=0))
+        env = await join(service)
+        for number, size in enumerate((4, 4, 2, 4, 4, 2, 4, 2, 2)):
+            await post(service, number, env=env, size=size)
+        assert await batches(service, 0, 1) == [1, 2] and await batch(service, 2) == [2, 3]
+        await delivery.commit(service, 1)
+    async with open_service(tmp_path) as service:
+        service.trainer.seen -= 1000
+        assert (await delivery.register(service, registration(8)))["last"] == 1
+        for number, expected in ((2, [3, 4]), (3, [2, 5, 7, 8])):
+            assert await delivery.stock_batch(service) == number and await batch(service, number) == expected
+            delivery.stock_delivered(service, service.epoch, number, written=True)
+
+
 async def test_asking_by_number_takes_nothing_from_a_stock_trainer(service):
     await delivery.register(service, registration(8))
     await post(service, *range(8))
