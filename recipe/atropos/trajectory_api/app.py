@@ -219,7 +219,8 @@ async def batch(
     epoch = service.epoch
     records = await service.store.read(database.read_batch, number)
     if not records:
-        raise RequestRefused(409, f"batch {number} is not in this store, or a trainer registered meanwhile")
+        gone = f"batch {number} is not in this store, or a trainer registered meanwhile"
+        raise RequestRefused(409, f"{gone}; ask again, or register with after=N, a batch that the store has")
     response, parts = web.StreamResponse(headers=_JSON), _json_parts(number, records, after is not None)
     if wire.PACKED in caller.request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})

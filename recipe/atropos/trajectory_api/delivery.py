@@ -143,11 +143,13 @@ def _poll_trainer(service: Service, epoch: int | None, through: int = 0) -> Trai
         raise RequestRefused(409, f"no trainer has registered; {instead}")
     if epoch is not None and epoch != service.epoch:
         raise RequestRefused(
-            409, f"epoch={epoch}: a trainer registered later, with epoch {service.epoch}", epoch=service.epoch
+            409,
+            f"epoch={epoch}: a trainer registered later, with epoch {service.epoch}; register again to replace it",
+            epoch=service.epoch,
         )
     trainer.seen = time.monotonic()
     if not 0 <= through <= service.last:
-        raise RequestRefused(422, f"through={through}: the last batch is {service.last}")
+        raise RequestRefused(422, f"through={through}: the last batch is {service.last}; give it, or one before")
     return trainer
 
 
