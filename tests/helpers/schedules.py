@@ -144,7 +144,7 @@ class Schedule:
             env = self._of[environment.id]
             if environment.id == env.id and not env.is_away:
                 self.service.environments.touch(environment.id)
-            self.service.environments.apply_share(environment, self.service.queue)
+        self.service.environments.apply_shares(self.service.queue)
         self.service.release_dead()
         self.service.release_hung()
         self.service.changed()

@@ -93,14 +93,18 @@ class Environments:
         self.by_id[number] = Environment(number, f"{registration.desired_name}_{count}", registration, key=key)
         return self.by_id[number]
 
-    def apply_share(self, environment: Environment, queue: Queue) -> None:
-        """Tell the queue an environment's name and share, the same for all its replicas: it has one queue, and the
+    def apply_shares(self, queue: Queue) -> None:
+        """Tell the queue each environment's name and share, the same for all its replicas: it has one queue, and the
         newest registration's share; its allocation holds while one of them lives.
         """
-        replicas = [one for one in self if one.unit == environment.unit]
-        newest = replicas[-1]
-        minimum = newest.minimum if any(one.alive for one in replicas) else 0.0
-        queue.set_share(environment.id, newest.name, max(newest.weight, LEAST_WEIGHT), minimum, replicas[0].id)
+        units: dict[int | str | None, list[Environment]] = {}
+        for one in self:
+            units.setdefault(one.unit, []).append(one)
+        for replicas in units.values():
+            newest = replicas[-1]
+            minimum = newest.minimum if any(one.alive for one in replicas) else 0.0
+            for one in replicas:
+                queue.set_share(one.id, newest.name, max(newest.weight, LEAST_WEIGHT), minimum, replicas[0].id)
 
     def status(self, number: int, queue: Queue) -> dict[str, Any]:
         """Return what ``/status-env`` says but for the step: sizes of the queue as atroposlib counts them."""

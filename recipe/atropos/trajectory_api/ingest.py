@@ -49,7 +49,7 @@ async def register_env(service: Service, message: EnvRegistration, caller: Calle
     environment = next((one for one in service.environments if caller.key is not None and one.key == caller.key), None)
     if environment is None:
         environment = service.environments.add(message, caller.key)
-        service.environments.apply_share(environment, service.queue)
+        service.environments.apply_shares(service.queue)
     service.environments.touch(environment.id)
     await _save(service, environment)
     return {

@@ -129,7 +129,7 @@ class Service:
             registration = msgspec.convert(values["registration"], EnvRegistration)
             environment = Environment(number, values["name"], registration, values["connected"], values.get("key"))
             self.environments.by_id[number] = environment
-            self.environments.apply_share(environment, self.queue)
+        self.environments.apply_shares(self.queue)
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
             base = run.get("base", 0)
@@ -263,8 +263,7 @@ class Service:
         while True:
             await asyncio.sleep(_TICK)
             self.store.check()
-            for environment in self.environments:
-                self.environments.apply_share(environment, self.queue)
+            self.environments.apply_shares(self.queue)
             trainer, now = self.trainer, time.monotonic()
             if trainer is not None and now - trainer.seen > _ASKS_AGAIN:
                 trainer.waiting_since = None  # it has died

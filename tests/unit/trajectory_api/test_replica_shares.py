@@ -9,6 +9,7 @@ from helpers.trajectory_service import batches, begin, open_service, post, regis
 from recipe.atropos.trajectory_api import delivery, ingest, status
 from recipe.atropos.trajectory_api.batching import UNBOUNDED, Ask, Queue
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration
+from recipe.atropos.trajectory_api.environments import Environment
 
 
 async def join(service, name, replica=None, **fields):
@@ -56,7 +57,7 @@ async def test_replicas_have_one_share_and_one_line(service):
     assert status.status_env(service, b)["queue_size"] == 1, "of 8 sequences 4 are allocated, once"
 
     await ingest.disconnect_env(service, again)
-    service.environments.apply_share(service.environments.by_id[again], service.queue)
+    service.environments.apply_shares(service.queue)
     assert weights(a, b, same) == pytest.approx([1 / 3] * 3)
     [line] = [line for line in status.environments(service) if line["env_id"] == again]
     assert (line["replicas"], line["alive"], line["min_batch_allocation"]) == (1, True, 0.5)
@@ -64,8 +65,19 @@ async def test_replicas_have_one_share_and_one_line(service):
     assert service.queue.environment(restarted) is service.queue.environment(a)
     for env in (a, restarted):
         await ingest.disconnect_env(service, env)
-        service.environments.apply_share(service.environments.by_id[env], service.queue)
+    service.environments.apply_shares(service.queue)
     assert service.queue.environment(a).minimum == 0.0 and status.status_env(service, b)["env_weight"] == 0.5
+
+
+async def test_shares_cost_a_look_at_each_registration(service, monkeypatch):
+    """However many have been made in an hour."""
+    looks, unit = [], Environment.unit.fget
+    await delivery.register(service, registration(8, after=0))
+    for n in range(50):
+        await join(service, f"env{n % 5}", n)
+    monkeypatch.setattr(Environment, "unit", property(lambda one: looks.append(one) or unit(one)))
+    service.environments.apply_shares(service.queue)
+    assert len(looks) <= 2 * 50
 
 
 async def test_replicas_are_one_environment_after_a_restart(tmp_path):
