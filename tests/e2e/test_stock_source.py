@@ -140,21 +140,25 @@ def test_an_api_that_restarts_is_registered_with_again(tmp_path):
                 assert source.events["registered_again"] == 1
 
 
+@pytest.mark.parametrize("headers", [True, False])
 @pytest.mark.parametrize("broken", [3, 2, 1])
-def test_data_source_counts_a_batch_that_breaks_off(broken):
-    """The others come in their order.
+def test_data_source_counts_a_batch_that_breaks_off(broken, headers):
+    """In the middle of a body, or before the headers. The others come in their order, and a lost answer without a batch
+    is none that is lost.
 
-    The real API cannot be made to break off in the middle of a body; as it does, this one cuts its queue whole."""
-    queues, cut, step = [[1, 2, 3], [4, 5, 6], [7, 8]], [], 3
+    The real API cannot be made to break off; as it does, this one cuts its queue whole.
+    """
+    queues, cut, step, empty = [[1, 2, 3], [4, 5, 6], [7, 8]], [], 3, 0
     server = socket.create_server(("127.0.0.1", 0))
 
     def reply(path):
-        nonlocal step
+        nonlocal step, empty
         if path != "/batch":
             return {"uuid": 1, "batch_size": 8, "max_token_len": 64, "current_step": step, "queue_size": 0}
         if not cut and queues:
             cut.extend(queues.pop(0))
             step += len(cut)
+        empty += not cut
         return {"batch": [{"scores": [float(cut.pop())]}] if cut else None}
 
     def serve():
@@ -162,16 +166,20 @@ def test_data_source_counts_a_batch_that_breaks_off(broken):
             while True:
                 connection, _ = server.accept()
                 with connection:
-                    body = orjson.dumps(reply(connection.recv(65536).split(b" ")[1].decode()))
+                    path = connection.recv(65536).split(b" ")[1].decode()
+                    body = orjson.dumps(reply(path))
                     length = len(body) + 1000 * (b"%d.0" % broken in body)
                     head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n"
-                    connection.sendall(head.encode() + body)
+                    if headers or (len(body) == length and (path != "/batch" or empty != 1)):
+                        connection.sendall(head.encode() + body)
 
     threading.Thread(target=serve, daemon=True).start()
     with server, StockSource(config(f"http://127.0.0.1:{server.getsockname()[1]}"), REGISTRATION) as source:
         came = [numbers(source.next_batch())[0] for _ in range(7)]
         assert came == [number for number in range(1, 9) if number != broken]
         assert source.events["batch_lost"] == 1
+        until(lambda: empty > 2, within=20)
+        assert (source.events["batch_lost"], source.events["api_unreachable"]) == (1, 0 if headers else 1)
 
 
 def test_atroposlibs_server_is_named_as_what_it_loses(api, caplog):

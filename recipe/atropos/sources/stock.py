@@ -125,7 +125,7 @@ class StockSource(DataSource):
         return cut[::-1]
 
     async def _get_batch(self, api: "StockApi") -> tuple[bool, Batch | None]:
-        """Send one ``GET /batch``; return whether there was a batch, and the batch (None if it broke off; counted).
+        """Send one ``GET /batch``; return whether there was a batch, and the batch (None if it was lost; counted).
 
         Register again if the API has lost its state.
         """
@@ -133,9 +133,14 @@ class StockSource(DataSource):
         try:
             reply = await api.any_batch()
         except _Broken as error:
-            self.events["batch_lost"] += 1
-            logger.error("a batch was lost on its way from the Trajectory API, which sends each only once: %s", error)
-            return True, None
+            lost = self._left_of_cut > 0 or (await api.status())["current_step"] > self._api_step
+            if lost:
+                self.events["batch_lost"] += 1
+                logger.error("a batch was lost on its way from the Trajectory API, which sends each once: %s", error)
+            else:
+                api.again += 1
+                logger.warning("%s, without a batch; trying again", error)
+            return lost, None
         finally:
             self.events["api_unreachable"] = api.again
         if reply.get("status") == "error":
@@ -150,7 +155,17 @@ class StockSource(DataSource):
 
 
 class _Broken(DataSourceError):
-    """A reply broke off before its end."""
+    """An answer was lost, or broke off before its end."""
+
+
+async def _sent_once(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """Middleware without which aiohttp would send a request again whose answer was lost, and say nothing."""
+    try:
+        return await handler(request)
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        if isinstance(error, aiohttp.ClientConnectorError):
+            raise
+        raise _Broken(f"{request.method} {request.url}: the answer was lost ({error!r})") from error
 
 
 class StockApi(TrajectoryApiClient):
@@ -160,7 +175,7 @@ class StockApi(TrajectoryApiClient):
         """Return the answer of ``GET /batch``, however long it takes once the API is reached.
 
         Raises:
-            _Broken: the connection was lost in the middle of the answer.
+            _Broken: the connection was lost before the end of the answer.
             DataSourceError: the answer is an error; its batch is lost.
             TrajectoryApiError: the API could not be reached within ``retry_timeout``.
         """
@@ -168,13 +183,12 @@ class StockApi(TrajectoryApiClient):
 
         async def attempt() -> Answer:
             try:
-                async with self._session.get(f"{self.url}/batch", timeout=timeout) as reply:
-                    try:
-                        body = await reply.read()
-                    except (aiohttp.ClientError, OSError) as error:
-                        raise _Broken(f"{what}: the reply broke off ({error!r})") from error
-            except (aiohttp.ClientError, OSError) as error:
+                async with self._session.get(f"{self.url}/batch", timeout=timeout, middlewares=(_sent_once,)) as reply:
+                    body = await reply.read()
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
                 raise TrajectoryApiError(f"{what} got no answer ({error!r})") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise _Broken(f"{what}: the answer broke off ({error!r})") from error
             if reply.status >= 400:
                 raise DataSourceError(f"{what} answered HTTP {reply.status}: {body[:500].decode(errors='replace')}")
             return reply.headers, body
