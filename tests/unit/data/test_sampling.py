@@ -124,34 +124,28 @@ def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("given", "words"),
     [
-        ({"group_overrides": {"sampling_params": [[{"temperature": 1.0}]]}}, "not a list over 3 sequences"),
-        ({"group_overrides": {"sampling_params": {"temperature": 1.0}}}, "not a list over 3 sequences"),
-        (
-            {"group_overrides": {"sampling_params": [{"temperature": 1.0}] * 3}},
-            "sampling_params[0]: {'temperature': 1.0} is no list of mappings",
-        ),
-        ({"group_overrides": {"sampling_params": ["hot"] * 3}}, "sampling_params[0]: 'hot' is no list of mappings"),
-        ({"group_overrides": {"sampling_params": [[]] * 3}}, "sampling_params[0]: [] is no list of mappings"),
-        ({"group_overrides": {"sampling_params": [[{"top_p": 1.0}]] * 3}}, "no mapping with a temperature"),
-        ({"group_overrides": {"sampling_params": [[{"temperature": "hot"}]] * 3}}, "temperature is 'hot'"),
-        ({"group_overrides": {"sampling_params": [[{"temperature": -1}]] * 3}}, "temperature is -1"),
-        (
-            {"group_overrides": {"sampling_params": [[{"temperature": float("nan")}]] * 3}},
-            "group_overrides has no JSON form",
-        ),
-        ({"group_overrides": {"sampling_params": [[{"temperature": 1, "topp": 1}]] * 3}}, "topp is none of"),
-        ({"group_overrides": {"sampling_params": [[{"temperature": 1, "logit_bias": 3}]] * 3}}, "logit_bias is 3"),
-        (
-            {"group_overrides": {"sampling_params": [[{"temperature": 1, "constraints": "a"}]] * 3}},
-            "constraints is 'a'",
-        ),
-        ({"generation_params": {"temperature": "hot"}}, "generation_params"),
+        ([[{"temperature": 1.0}]], "not a list over 3 sequences"),
+        ({"temperature": 1.0}, "not a list over 3 sequences"),
+        ([{"temperature": 1.0}] * 3, "sampling_params[0]: {'temperature': 1.0} is no list of mappings"),
+        (["hot"] * 3, "sampling_params[0]: 'hot' is no list of mappings"),
+        ([[]] * 3, "sampling_params[0]: [] is no list of mappings"),
+        ([[{"top_p": 1.0}]] * 3, "no mapping with a temperature"),
+        ([[{"temperature": "hot"}]] * 3, "temperature is 'hot'"),
+        ([[{"temperature": -1}]] * 3, "temperature is -1"),
+        ([[{"temperature": math.nan}]] * 3, "group_overrides has no JSON form"),
+        ([[{"temperature": 1, "topp": 1}]] * 3, "topp is none of"),
+        ([[{"temperature": 1, "logit_bias": 3}]] * 3, "logit_bias is 3"),
+        ([[{"temperature": 1, "constraints": "a"}]] * 3, "constraints is 'a'"),
+        (None, "generation_params"),
     ],
+    ids=range(13),
 )
-def test_sampling_parameters_that_are_malformed_are_refused(changes, words):
-    rows, report = read_groups([three_rows(**changes)], LIMITS)
+def test_sampling_parameters_that_are_malformed_are_refused(given, words):
+    declared = {"temperature": "hot"} if given is None else None
+    group = three_rows(group_overrides={"sampling_params": given}, generation_params=declared)
+    rows, report = read_groups([group], LIMITS)
     assert not rows and report.dropped == {"malformed": 3}
     assert words in report.messages[0]
 

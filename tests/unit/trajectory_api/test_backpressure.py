@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers.services import group
 from helpers.trajectory_service import batch, begin, in_service, join, open_service, post, registration
 from recipe.atropos.trajectory_api import batching, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
@@ -20,6 +21,10 @@ async def needs_evaluation(service):
         await asyncio.wait_for(ingest.hold(service, lambda: False), 0.05)
         return False
     return True
+
+
+def parse_a_group(service, size):
+    ingest.parse(service, json.dumps(group(0, size)).encode(), False, False, None)
 
 
 async def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
@@ -43,9 +48,8 @@ async def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
         await post(service, 2)
         await delivery.register(service, registration(8, after=0))
         assert service.counts["dropped/larger_than_batch"] == 1 and service.queue.sizes == {4: 1}
-        body = json.dumps({"tokens": [[1]] * 9, "masks": [[1]] * 9, "scores": [0.0] * 9}).encode()
         with pytest.raises(RequestRefused, match="a group of 9 sequences: the trainer's batch has 8"):
-            ingest.parse(service, body, False, False, None)
+            parse_a_group(service, size=9)
         assert service.counts["refused/larger_than_batch"] == 1
         await post(service, 3)
         assert await delivery.numbered_batch(service, 0, 0, None) == 1 and await batch(service, 1) == [2, 3]
@@ -55,9 +59,8 @@ async def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
 
 async def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(service):
     await delivery.register(service, registration(8))
-    body = json.dumps({"tokens": [[1]] * 3, "masks": [[1]] * 3, "scores": [0.0] * 3}).encode()
     with pytest.raises(RequestRefused, match="which groups of this size never fill"):
-        ingest.parse(service, body, False, False, None)
+        parse_a_group(service, size=3)
     await post(service, 1, 2, 3, size=2)
     await post(service, 4, 5, size=4)
     assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [4, 5]
@@ -115,33 +118,38 @@ def clock(monkeypatch):
     return clock
 
 
-async def test_a_hung_ticket_holds_a_batch_only_for_a_while(tmp_path, clock, caplog):
+async def take_batches(service, clock, env, seconds):
+    """All that ten groups make, each of which takes so many seconds."""
+    for _ in range(10):
+        ticket = await begin(service, env)
+        clock.now += seconds
+        await post(service, 0, env=env, ticket=ticket)
+        await delivery.numbered_batch(service, service.last, 0, None)
+
+
+async def test_a_hung_ticket_holds_a_batch_only_for_a_while(service, clock, caplog):
     """Three times as long as its environment's tickets took at most, and 30 s: then it is released, by name."""
-    async with open_service(tmp_path) as service:
-        await delivery.register(service, registration(8, after=0))
-        env = await join(service)
-        for _ in range(10):
-            ticket = await begin(service, env)
-            clock.now += 20
-            await post(service, 0, env=env, ticket=ticket)
-        assert [await delivery.numbered_batch(service, after, 0, None) for after in range(5)] == [1, 2, 3, 4, 5]
-        hung = await begin(service, env)
-        for _ in range(3):
-            await post(service, 1, env=env, ticket=await begin(service, env))
-        assert await delivery.numbered_batch(service, 5, 0, None, prefetch=True) is None
-        clock.now += 61
-        service.release_hung()
-        assert hung in service.queue.tickets, "the trainer has a batch to train on"
-        assert await delivery.numbered_batch(service, 5, 0, None) is None
-        clock.now += 59
-        service.release_hung()
-        assert hung in service.queue.tickets
-        clock.now += 2
-        service.release_hung()
-        assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
-        assert await delivery.numbered_batch(service, 5, 0, None) == 6
-        await post(service, 2, env=env, ticket=hung)
-        assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
+    await delivery.register(service, registration(8, after=0))
+    env = await join(service)
+    await take_batches(service, clock, env, seconds=20)
+    assert service.last == 5
+    hung = await begin(service, env)
+    for _ in range(3):
+        await post(service, 1, env=env, ticket=await begin(service, env))
+    assert await delivery.numbered_batch(service, 5, 0, None, prefetch=True) is None
+    clock.now += 61
+    service.release_hung()
+    assert hung in service.queue.tickets, "the trainer has a batch to train on"
+    assert await delivery.numbered_batch(service, 5, 0, None) is None
+    clock.now += 59
+    service.release_hung()
+    assert hung in service.queue.tickets
+    clock.now += 2
+    service.release_hung()
+    assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+    assert await delivery.numbered_batch(service, 5, 0, None) == 6
+    await post(service, 2, env=env, ticket=hung)
+    assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
     assert "of env_0, whose groups take 20 s at most: released" in caplog.text
 
 
@@ -150,11 +158,7 @@ async def test_no_ticket_hangs_while_no_trainer_waits(service, clock, monkeypatc
     monkeypatch.setattr(service_module, "_TICK", 0.001)
     await delivery.register(service, registration(4, after=0))
     env = await join(service)
-    for _ in range(10):
-        ticket = await begin(service, env)
-        clock.now += 5
-        await post(service, 0, env=env, ticket=ticket)
-        await delivery.numbered_batch(service, service.last, 0, None)
+    await take_batches(service, clock, env, seconds=5)
     hung = await begin(service, env)
     running = asyncio.ensure_future(service.run())
 

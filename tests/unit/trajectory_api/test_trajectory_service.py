@@ -325,25 +325,23 @@ async def test_environments_that_are_long_gone_are_forgotten(tmp_path):
     await in_service(tmp_path, lambda service: check(service, [1, 2, 3, 4, 5]))
 
 
-async def test_refused_groups_are_counted_of_their_environment(tmp_path):
+async def test_refused_groups_are_counted_of_their_environment(service):
     """Each group of a refused list, packed or not."""
-    async with open_service(tmp_path) as service:
-        await delivery.register(service, registration(8))
-        ids = [await join(service), await join(service)]
-        groups = [{"env_id": id, "tokens": [[1]], "masks": [[1]], "scores": ["x"]} for id in (*ids, ids[0], None)]
-        good = ScoredGroup.from_mapping(groups[1] | {"scores": [1.0]})
-        record = replace(good, scores=np.array([np.nan])).pack()
-        for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
-            with pytest.raises(RequestRefused):
-                ingest.parse(service, body, packed, True, None)
-        await post(service, 0, env=ids[1])
-        of_each = [service.environments.by_id[id].counts for id in ids]
-        assert of_each == [{"refused/nonfinite_scores": 2}, {"refused/nonfinite_scores": 3, "received": 1}]
-        assert service.counts == {"refused/nonfinite_scores": 6, "refused/malformed": 1, "received": 1}
-        [line, _] = [line for line in status.environments(service) if line["env_id"] in ids]
-        assert (line["number"], line["queued_groups"], line["sizes"]) == (0, 0, {})
-        [line] = [line for line in status.environments(service) if line["env_id"] == ids[1]]
-        assert (line["number"], line["queued_groups"], line["sizes"]) == (1, 1, {"4": 1})
+    await delivery.register(service, registration(8))
+    ids = [await join(service), await join(service)]
+    groups = [{"env_id": id, "tokens": [[1]], "masks": [[1]], "scores": ["x"]} for id in (*ids, ids[0], None)]
+    good = ScoredGroup.from_mapping(groups[1] | {"scores": [1.0]})
+    record = replace(good, scores=np.array([np.nan])).pack()
+    for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
+        with pytest.raises(RequestRefused):
+            ingest.parse(service, body, packed, True, None)
+    await post(service, 0, env=ids[1])
+    of_each = [service.environments.by_id[id].counts for id in ids]
+    assert of_each == [{"refused/nonfinite_scores": 2}, {"refused/nonfinite_scores": 3, "received": 1}]
+    assert service.counts == {"refused/nonfinite_scores": 6, "refused/malformed": 1, "received": 1}
+    lines = [line for line in status.environments(service) if line["env_id"] in ids]
+    found = [(line["number"], line["queued_groups"], line["sizes"]) for line in lines]
+    assert found == [(0, 0, {}), (1, 1, {"4": 1})]
 
 
 async def test_waiting_names_failures_and_why_environments_left(service):
