@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import io
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -73,6 +74,8 @@ class Api:
     async def _call(self, found: Endpoint, request: web.BaseRequest, path: str) -> web.StreamResponse:
         service, caller = self.service, _caller(request, path)
         query = request.query if request.method == "GET" else {}
+        if service.trainer is not None and caller.epoch == service.epoch:
+            service.trainer.seen = time.monotonic()
         arguments = found.arguments(await _body(request) if found.reads else b"", query, caller)
         if found.with_epoch and caller.epoch is None and service.trainer and service.trainer.numbers:
             raise RequestRefused(422, f"{path} without {wire.EPOCH_HEADER}: send the epoch that /register answered")

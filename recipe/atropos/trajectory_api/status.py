@@ -10,7 +10,7 @@ from recipe.atropos.data.rows import ENV_IDS_PER_RUN
 from recipe.atropos.data.scored_group import KEYS, unpack
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import EnvironmentQueue
-from recipe.atropos.trajectory_api.endpoints import Caller, Int, Registration, endpoint
+from recipe.atropos.trajectory_api.endpoints import Caller, Int, endpoint
 from recipe.atropos.trajectory_api.service import Service
 
 _NAMED = 8  # environments in a sentence
@@ -27,33 +27,24 @@ def root(service: Service, caller: Caller) -> Any:
     return web.Response(text=PAGE, content_type="text/html", headers={"Content-Security-Policy": _CONTENT_POLICY})
 
 
-def _registration(service: Service, caller: Caller) -> Registration | None:
-    """Return the trainer's registration, None without a trainer; note that it lives, if it is the one that asks."""
-    trainer = service.trainer
-    if trainer is not None and caller.epoch == service.epoch:
-        trainer.seen = time.monotonic()
-    return trainer.registration if trainer else None
-
-
 @endpoint("GET", "/info")
-async def info(service: Service, caller: Caller) -> dict[str, Any]:
+async def info(service: Service) -> dict[str, Any]:
     """Return the size of a batch in sequences, and of a sequence in tokens; -1 without a trainer."""
     async with service.registering:  # environments ask once, and start nothing without an answer
-        found = _registration(service, caller)
+        found = service.trainer.registration if service.trainer else None
     return {"batch_size": found.batch_size if found else -1, "max_token_len": found.max_token_len if found else -1}
 
 
 @endpoint("GET", "/wandb_info")
-def wandb_info(service: Service, caller: Caller) -> dict[str, Any]:
+def wandb_info(service: Service) -> dict[str, Any]:
     """Return group and project of the trainer's wandb run."""
-    found = _registration(service, caller)
+    found = service.trainer.registration if service.trainer else None
     return {"group": found.wandb_group if found else None, "project": found.wandb_project if found else None}
 
 
 @endpoint("GET", "/status")
-def status(service: Service, caller: Caller) -> dict[str, Any]:
+def status(service: Service) -> dict[str, Any]:
     """Return the trainer's step, and the number of queued groups."""
-    _registration(service, caller)
     return {"current_step": service.step(), "queue_size": service.queue.sizes.total()}
 
 
@@ -76,7 +67,7 @@ def diagnose(service: Service) -> dict[str, Any]:
     queue, trainer, now = service.queue, service.trainer, time.monotonic()
     return {
         "why": why(service),
-        "warnings": service.warns(),
+        "warnings": {"store": service.store.trouble} if service.store.trouble else {},
         "batch_size": queue.batch_size,
         "received": service.next_id - 1,
         "batches": {
@@ -116,7 +107,7 @@ def why(service: Service) -> str:
     if service.store.trouble:
         return f"nothing can be stored: {service.store.trouble}"
     plan = service.queue.plan()
-    if plan.complete:
+    if plan.entries:
         return f"batch {service.last + 1} is complete and waits for the trainer to ask"
     if not service.environments.by_id and service.trainer is not None:
         found = f"no environment has registered, and {plan.why}"
@@ -194,15 +185,12 @@ def metrics(service: Service) -> str:
     for name, value in gauges.items():
         lines += [f"# TYPE atropos_api_{name} gauge", f"atropos_api_{name} {value:.17g}"]
     lines.append("# TYPE atropos_api_events_total counter")
-    for event, n in sorted(service.counts.items()):
-        lines.append(f'atropos_api_events_total{{event="{_label(event)}"}} {n}')
+    lines += [f'atropos_api_events_total{{event="{_label(event)}"}} {n}' for event, n in sorted(service.counts.items())]
     found = environments(service)
     for name, key in (("queued_sequences", "queued_sequences"), ("seen_seconds", "seen_seconds_ago")):
-        lines.append(f"# TYPE atropos_api_environment_{name} gauge")
-        for line in found:
-            if key in line:
-                label = f'environment="{_label(line["name"])}"'
-                lines.append(f"atropos_api_environment_{name}{{{label}}} {line[key]}")
+        family = f"atropos_api_environment_{name}"
+        lines.append(f"# TYPE {family} gauge")
+        lines += [f'{family}{{environment="{_label(line["name"])}"}} {line[key]}' for line in found if key in line]
     return "\n".join(lines) + "\n"
 
 

@@ -69,7 +69,7 @@ async def test_sizes_are_told_while_a_trainer_registers_again(service):
     await asyncio.sleep(0)
     await join(service)
     assert service.trainer is None and not registering.done()
-    assert await status.info(service, Caller()) == {"batch_size": 8, "max_token_len": 100}
+    assert await status.info(service) == {"batch_size": 8, "max_token_len": 100}
     await registering
 
 
