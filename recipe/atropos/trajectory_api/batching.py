@@ -124,12 +124,11 @@ class EnvironmentQueue:
 
 @dataclass(frozen=True)
 class Plan:
-    """The next batch: ``entries`` if it is ``complete``; else ``why`` says what it lacks, and ``holding`` are the open
+    """The next batch: ``entries`` if it is complete; else ``why`` says what it lacks, and ``holding`` are the open
     tickets that it waits for.
     """
 
     entries: tuple[Entry, ...] = ()
-    complete: bool = False
     why: str = ""
     holding: tuple[Entry, ...] = ()
 
@@ -370,7 +369,7 @@ class Queue:
             return Plan(why=self._waits_for(holding), holding=tuple(holding))
         turn = self.turn()
         if entries and (not room or (turn is not None and turn.asks_now and turn.next_size > room)):
-            return Plan(tuple(entries), complete=True)
+            return Plan(tuple(entries))
         return Plan(why=f"{self.batch_size - room} of {self.batch_size} sequences are queued, and no group is begun")
 
     def _next_exact(self) -> Plan:
@@ -381,7 +380,7 @@ class Queue:
                 same = by_size.setdefault(entry.size, [])
                 same.append(entry)
                 if len(same) * entry.size == self.batch_size:
-                    return Plan(tuple(same), complete=True)
+                    return Plan(tuple(same))
         holding = tuple(self.tickets.values())
         why = f"no {self.batch_size} sequences are queued in groups of one size; groups by size: {dict(self.sizes)}"
         return Plan(why=self._waits_for(holding) if holding else why, holding=holding)

@@ -196,7 +196,7 @@ def _cut(service: Service) -> bool:
     if service.registering.locked():
         return False
     plan = service.queue.plan()
-    if not plan.complete:
+    if not plan.entries:
         return False
     service.queue.cut(plan)
     service.last += 1

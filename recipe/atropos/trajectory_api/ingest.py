@@ -124,7 +124,7 @@ async def begin(
     service.advance()
     try:
         if not issued.done():
-            if service.queue.plan().complete:  # this asks for more than the room of a batch
+            if service.queue.plan().entries:  # this asks for more than the room of a batch
                 service.changed()
             await asyncio.wait([issued], timeout=min(max(wait, 0.0), _LONGEST_WAIT))
         if not issued.done():
@@ -231,10 +231,11 @@ async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, k
     if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
         service.note_seconds(timed)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
-    entries = []
-    for group in groups:
-        entries.append(Entry(number, group.env_id, group.trajectories, group.tokens, service.next_id, due))
-        service.next_id += 1
+    entries = [
+        Entry(number, group.env_id, group.trajectories, group.tokens, id, due)
+        for id, group in enumerate(groups, service.next_id)
+    ]
+    service.next_id += len(groups)
     stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored

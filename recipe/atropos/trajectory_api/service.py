@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -233,7 +232,7 @@ class Service:
     def full(self) -> str:
         """Return why no more should be queued, or "". While a batch lacks groups, all that come are welcome."""
         tokens, limit = self.queue.tokens, self.settings.queue_tokens
-        if tokens <= limit or not self.queue.plan().complete:
+        if tokens <= limit or not self.queue.plan().entries:
             return ""
         return f"batch {self.last + 1} is complete, and {tokens} tokens are queued, more than queue-tokens={limit}"
 
@@ -349,7 +348,3 @@ class Service:
 
     def close(self) -> None:
         self.store.close()
-
-    def warns(self) -> dict[str, Any]:
-        """Return what is wrong with the store, by name."""
-        return {"store": self.store.trouble} if self.store.trouble else {}

@@ -24,7 +24,7 @@ def queue_of(batch_size, sizes=(), exact=False):
 
 def cut_all(queue):
     batches = []
-    while (plan := queue.plan()).complete:
+    while (plan := queue.plan()).entries:
         queue.cut(plan)
         batches.append([entry.id for entry in plan.entries])
     return batches
@@ -114,7 +114,7 @@ def test_an_open_ticket_is_waited_for_by_name():
     queue.environment(7).name = "gsm8k_0"
     queue.add(Entry(0, 7, 2, due=UNBOUNDED))  # begun before both
     plan = queue.plan()
-    assert not plan.complete and plan.why == "waiting for groups of 1 tickets, first 0 of gsm8k_0"
+    assert not plan.entries and plan.why == "waiting for groups of 1 tickets, first 0 of gsm8k_0"
     assert [entry.number for entry in plan.holding] == [0]
     queue.close(queue.claim(0))
     assert cut_all(queue) == [[1, 2]]
@@ -128,9 +128,9 @@ def test_a_ticket_behind_a_full_batch_is_not_waited_for():
 
 def test_a_batch_is_never_cut_because_nobody_asks():
     queue = queue_of(8, [3, 3])
-    assert not queue.plan().complete and "6 of 8" in queue.plan().why
+    assert not queue.plan().entries and "6 of 8" in queue.plan().why
     small = ask(queue, 1, 2)
-    assert not queue.plan().complete, "there is room for it"
+    assert not queue.plan().entries, "there is room for it"
     queue.withdraw(small)
     ask(queue, 1, 3)
     assert cut_all(queue) == [[1, 2]]
@@ -145,16 +145,16 @@ def test_a_request_that_was_announced_keeps_its_turn():
     first = queue.turn()
     queue.issue(first, 10, UNBOUNDED)
     queue.close(queue.claim(10), [Entry(10, 1, 3, id=10, due=UNBOUNDED)])
-    assert queue.turn() is first and not first.asks_now and not queue.plan().complete
+    assert queue.turn() is first and not first.asks_now and not queue.plan().entries
     ask(queue, 1, 3)
-    assert queue.plan().complete
+    assert queue.plan().entries
 
 
 def test_groups_without_a_ticket_wait_for_their_turn():
     queue = queue_of(8)
     for number in (1, 2, 3):
         queue.add(Entry(number, 5, 4, id=number))
-    assert not queue.plan().complete and queue.sequences == 12
+    assert not queue.plan().entries and queue.sequences == 12
     ask(queue, 6, 4)
     turns = []
     for number in (10, 11, 12):
@@ -258,7 +258,7 @@ def test_a_turn_that_moves_without_an_event_plans_anew(monkeypatch):
     queue.close(queue.claim(1), [Entry(1, 1, 3, id=1, due=UNBOUNDED)])
     queue.environment(1).time = -100.0
     ask(queue, 2, 8)
-    assert not queue.plan().complete
+    assert not queue.plan().entries
     now += 1
     queue.turn()
     assert cut_all(queue) == [[1]]
