@@ -35,14 +35,10 @@ class RecordedSource:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def weights_pushed(self, through: int) -> None:
-        pass
+    def commit(self, number: int) -> None:
+        """Tell nobody: there is no Trajectory API."""
 
-    def batch_is_empty(self, number: int) -> None:
-        pass
-
-    def commit(self, through: int) -> None:
-        pass
+    weights_pushed = batch_is_empty = commit
 
 
 def read_batch(directory: str | Path, number: int) -> NumberedBatch:
@@ -66,7 +62,6 @@ class NoServers:
         return {}
 
     def onload_servers(self) -> None:
-        pass
+        """Do nothing: there are none."""
 
-    def offload_servers(self) -> None:
-        pass
+    offload_servers = onload_servers

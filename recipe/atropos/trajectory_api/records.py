@@ -5,6 +5,7 @@ the same batches under the same numbers.
 """
 
 import contextlib
+import itertools
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -89,27 +90,25 @@ def import_(data_dir: Path, file: Path) -> None:
         connection = store.connection
         if database.list_batches(connection) or database.queued(connection):
             raise TrajectoryStoreError(f"data-dir={data_dir}: it has groups already; give a new folder")
-        groups_so_far = batches = 0
+        batches, ids = 0, itertools.count(1)
         with named_errors(store.path), open(file, "rb") as lines:
             connection.execute("BEGIN IMMEDIATE")
-            for place, line in enumerate(lines, start=1):
+            for batches, line in enumerate(lines, start=1):
                 try:
                     batch = orjson.loads(line)
                     groups = [Parsed.of(ScoredGroup.from_mapping(group)) for group in batch["batch"]]
                     number = int(batch["number"])
                 except (ValueError, KeyError, TypeError) as error:  # RefusedGroup is a ValueError
                     raise TrajectoryStoreError(
-                        f"{file}, line {place}: it is not an exported batch ({error})"
+                        f"{file}, line {batches}: it is not an exported batch ({error})"
                     ) from error
-                entries = []
-                for group in groups:
-                    groups_so_far += 1
-                    id = groups_so_far
-                    entries.append(Entry(id, group.env_id, group.trajectories, group.tokens, id))
+                entries = [
+                    Entry(id, group.env_id, group.trajectories, group.tokens, id)
+                    for group, id in zip(groups, ids, strict=False)
+                ]
                 database.append(connection, entries, [group.record for group in groups])
                 database.cut(connection, number, [entry.id for entry in entries])
-                batches += 1
-            database.write_run(connection, numbers=groups_so_far + 1)
+            database.write_run(connection, numbers=next(ids))
             connection.execute("COMMIT")
     finally:
         store.close()

@@ -4,6 +4,7 @@ A message of several records (``data.scored_group``) is ``ATB1``, their number (
 they. ``split`` copies nothing.
 """
 
+import itertools
 import struct
 from collections.abc import Sequence
 
@@ -47,8 +48,4 @@ def split(message: bytes | memoryview) -> list[memoryview]:
             raise ValueError(f"it has {len(view)} bytes instead of {start + sum(lengths)}")
     except (struct.error, ValueError) as error:
         raise RefusedGroup(Reason.MALFORMED, f"a message of packed groups cannot be read: {error}") from error
-    records = []
-    for length in lengths:
-        records.append(view[start : start + length])
-        start += length
-    return records
+    return [view[begin:end] for begin, end in itertools.pairwise(itertools.accumulate(lengths, initial=start))]
