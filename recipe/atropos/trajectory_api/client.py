@@ -14,7 +14,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -259,7 +258,7 @@ class TrajectoryApiClient:
         body: bytes | None = None,
         query: Mapping[str, str] | None = None,
         limit: float | None = None,
-    ) -> tuple[Mapping[str, str], bytes]:
+    ) -> Answer:
         """Send a request until it is answered; return headers and body.
 
         Raises:
@@ -267,37 +266,25 @@ class TrajectoryApiClient:
         """
         if self.epoch is not None:
             headers = {**headers, wire.EPOCH_HEADER: str(self.epoch)}
-        return await self._until_answered(partial(self._attempt, method, path, headers, body, query, limit))
-
-    async def _attempt(
-        self,
-        method: str,
-        path: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        query: Mapping[str, str] | None,
-        limit: float | None,
-    ) -> Answer:
-        """Send a request once; return headers and body.
-
-        Raises:
-            TrajectoryApiError: there is none, or it is an error.
-        """
         what, timeout = f"{method} {self.url}{path}", aiohttp.ClientTimeout(limit or self._timeout)
-        try:
-            async with self._session.request(
-                method, self.url + path, data=body, params=query, headers=headers, timeout=timeout
-            ) as reply:
-                content = await reply.read()
-        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
-            failure = TrajectoryApiError(f"{what} got no answer ({error!r})")
-            failure.trouble = await self._trouble() if isinstance(error, TimeoutError) else ""
-            raise failure from error
-        if reply.status < 400:
-            return reply.headers, content
-        answer = _mapping(content)
-        detail = answer.get("detail") or content[:300].decode(errors="replace")
-        raise TrajectoryApiError(f"{what} answered HTTP {reply.status}: {detail}", reply.status, answer)
+
+        async def attempt() -> Answer:
+            try:
+                async with self._session.request(
+                    method, self.url + path, data=body, params=query, headers=headers, timeout=timeout
+                ) as reply:
+                    content = await reply.read()
+            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+                failure = TrajectoryApiError(f"{what} got no answer ({error!r})")
+                failure.trouble = await self._trouble() if isinstance(error, TimeoutError) else ""
+                raise failure from error
+            if reply.status < 400:
+                return reply.headers, content
+            answer = _mapping(content)
+            detail = answer.get("detail") or content[:300].decode(errors="replace")
+            raise TrajectoryApiError(f"{what} answered HTTP {reply.status}: {detail}", reply.status, answer)
+
+        return await self._until_answered(attempt)
 
     async def _until_answered(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
         def say(state: RetryCallState) -> None:
