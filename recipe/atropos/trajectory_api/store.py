@@ -204,15 +204,9 @@ class Store:
 
     def _transaction(self, batch: list[_Write]) -> list[Any]:
         self.check()
-        try:
-            self.connection.execute("BEGIN IMMEDIATE")
-            results = [function(self.connection, *args, **kwargs) for function, args, kwargs, _ in batch]
-            self.connection.execute("COMMIT")
-            return results
-        except Exception:
-            with contextlib.suppress(sqlite3.Error):
-                self.connection.execute("ROLLBACK")
-            raise
+        with self.connection as connection:  # commits at its end, or rolls back
+            connection.execute("BEGIN IMMEDIATE")
+            return [function(connection, *args, **kwargs) for function, args, kwargs, _ in batch]
 
 
 def _is_full(error: Exception, folder: Path) -> bool:
