@@ -188,8 +188,7 @@ def _read_group(
             what the trainer reads in the overrides is malformed. The message names the sequence and the position.
         ConfigurationError: a row is too long and ``limits.overlong`` is "error".
     """
-    events: Counter[str] = Counter()
-    found = [_read_row(group, i, uid, versions, events) for i in range(len(group.tokens))]
+    found = [_read_row(group, i, uid, versions) for i in range(len(group.tokens))]
     dropped = [row for row in found if isinstance(row, DroppedRow)]
     numbers = _over_sequences(group, "trajectory") or [None] * len(found)
     lost = tuple(n for n, row in zip(numbers, found, strict=True) if isinstance(row, DroppedRow))
@@ -198,15 +197,19 @@ def _read_group(
         for n, row in zip(numbers, found, strict=True)
         if isinstance(row, Row)
     ]
+    lengths = [len(ids) for ids, row in zip(group.tokens, found, strict=True) if isinstance(row, Row)]
+    events = Counter(
+        response_truncated=sum(len(row.prompt) + len(row.response) < n for n, row in zip(lengths, rows, strict=True)),
+        no_logprobs=sum(row.log_probs is None for row in rows),
+        own_advantages=sum(row.advantages is not None for row in rows),
+        teacher=sum(row.teacher_ids is not None for row in rows),
+        zero_advantage=sum(row.zero_advantage for row in rows),
+    )
     return rows, dropped, events
 
 
-def _read_row(
-    group: _Columns, i: int, uid: str, versions: VersionLimits | None, events: Counter[str]
-) -> Row | DroppedRow:
-    """Return sequence ``i`` as a row or a dropped row; count truncations, missing logprobs, and advantages, teacher and
-    zero advantage where given, in ``events``.
-    """
+def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None) -> Row | DroppedRow:
+    """Return sequence ``i`` as a row or a dropped row."""
     ids, trained, advantages = group.tokens[i], group.trained[i], group.floats["advantages"][i]
     score = float(group.whole.scores[i])
 
@@ -224,7 +227,6 @@ def _read_row(
     end = _end(group, i, first, len(ids))
     if isinstance(end, Reason):
         return dropped(end)
-    events["response_truncated"] += end < len(ids)
 
     mask = trained[first:end]
     log_probs, ref_log_probs = (
@@ -235,11 +237,6 @@ def _read_row(
     if any(values[i] for values in group.teacher):
         values = teacher_top_k(group.teacher, i, trained, group.limits.vocab_size)
         teacher_ids, teacher_log_probs = (array[first:end] for array in values)
-    zero = _zero_advantage(group, i)
-    events["no_logprobs"] += log_probs is None
-    events["own_advantages"] += advantages is not None
-    events["teacher"] += teacher_ids is not None
-    events["zero_advantage"] += zero
     return Row(
         prompt=ids[:first],
         response=ids[first:end],
@@ -257,7 +254,7 @@ def _read_row(
         ref_log_probs=ref_log_probs,
         teacher_ids=teacher_ids,
         teacher_log_probs=teacher_log_probs,
-        zero_advantage=zero,
+        zero_advantage=_zero_advantage(group, i),
     )
 
 
