@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from helpers.trajectory_api import REGISTRATION as FIELDS
-from helpers.trajectory_api import Api
+from helpers.trajectory_api import Api, numbers
 from helpers.waiting import until
 from recipe.atropos.sources import numbered as data_source
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
@@ -37,20 +37,13 @@ def source(api, after=0, **changes):
     return DataSource(config(api.url, **changes), REGISTRATION, after)
 
 
-def post(api, *numbers):
-    for number in numbers:
-        tokens = [[1, 2, 3]] * 4
-        group = {"tokens": tokens, "masks": [[-100, -100, 3]] * 4, "scores": [float(number)] * 4}
-        api.post("/scored_data", group | {"inference_logprobs": [[1.0, 1.0, -0.5]] * 4})
-
-
 def taken(batch):
-    return batch.number, [group.scores[0] for group in batch.groups]
+    return batch.number, numbers(batch.groups)
 
 
 def test_data_source_fetches_ahead_no_more_than_it_was_told(api):
     with source(api, prefetch=1) as ahead:
-        post(api, *range(1, 7))
+        api.post_groups(*range(1, 7))
         until(lambda: len(ahead))
         time.sleep(0.5)
         assert len(ahead) == 1 and api.get("/status")["queue_size"] == 4
@@ -58,7 +51,7 @@ def test_data_source_fetches_ahead_no_more_than_it_was_told(api):
 
 def test_data_source_ends_although_its_api_is_gone(api):
     with source(api, prefetch=1) as ahead:
-        post(api, 1, 2)
+        api.post_groups(1, 2)
         until(lambda: len(ahead))
         api.kill()
     assert not ahead._thread.is_alive()
@@ -67,7 +60,7 @@ def test_data_source_ends_although_its_api_is_gone(api):
 def test_what_was_fetched_and_not_trained_is_served_again(api):
     """A trainer that is gone with a batch in its hands, and one ahead; the next resumes after batch 1."""
     with source(api, prefetch=2) as killed:
-        post(api, *range(1, 9))
+        api.post_groups(*range(1, 9))
         assert [taken(killed.next_batch()) for _ in range(3)] == [(1, [1, 2]), (2, [3, 4]), (3, [5, 6])]
     with source(api, after=1) as resumed:
         assert [taken(resumed.next_batch()) for _ in range(3)] == [(2, [3, 4]), (3, [5, 6]), (4, [7, 8])]
@@ -76,7 +69,7 @@ def test_what_was_fetched_and_not_trained_is_served_again(api):
 def test_an_older_trainer_is_refused_once_another_registers(api):
     with source(api) as old:
         with source(api) as new:
-            post(api, 1, 2)
+            api.post_groups(1, 2)
             assert taken(new.next_batch()) == (1, [1, 2])
             with pytest.raises(DataSourceError, match="a trainer registered later|another trainer registers now"):
                 old.next_batch()
@@ -84,13 +77,13 @@ def test_an_older_trainer_is_refused_once_another_registers(api):
 
 def test_an_api_that_is_killed_and_started_again_loses_nothing(api):
     with source(api, retry_attempts=20, retry_delay=0.5) as survivor:
-        post(api, 1, 2, 3)
+        api.post_groups(1, 2, 3)
         assert taken(survivor.next_batch()) == (1, [1, 2])
         api.kill()
         api.start()
         survivor.weights_pushed(1)
         survivor.commit(1)
-        post(api, 4)
+        api.post_groups(4)
         assert taken(survivor.next_batch()) == (2, [3, 4])
         assert survivor.metrics()["atropos/api/api_unreachable"] >= 1
         assert api.get("/diagnose")["batches"]["committed"] == 1
@@ -103,7 +96,7 @@ def test_a_silent_api_is_waited_for_as_long_as_for_a_batch(api):
         api.process.send_signal(signal.SIGSTOP)
         time.sleep(4)
         api.process.send_signal(signal.SIGCONT)
-        post(api, 1, 2)
+        api.post_groups(1, 2)
         assert taken(patient.next_batch()) == (1, [1, 2])
         api.process.send_signal(signal.SIGSTOP)
         patient.config = replace(patient.config, max_wait_time=2)
@@ -127,7 +120,7 @@ def test_a_run_is_live_while_its_trainer_lives(tmp_path, monkeypatch):
     server.session.headers["Authorization"] = f"Bearer {SECRET}"
     try:
         with source(server, prefetch=1) as training:
-            post(server, *range(1, 5))
+            server.post_groups(*range(1, 5))
             assert taken(training.next_batch()) == (1, [1, 2])
             for _ in range(8):
                 time.sleep(0.5)
@@ -162,7 +155,7 @@ def test_a_wait_ends_and_says_what_is_lacking(api, situation):
         if situation == "too few groups":
             environment = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 4}
             assert api.post("/register-env", environment)["status"] == "success"
-            post(api, 1)
+            api.post_groups(1)
             expected = "no batch 1: .*4"
         limit = "within trainer.atropos.max_wait_time=3 s"
         with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: {expected}"):
@@ -178,7 +171,7 @@ def test_data_source_wait_excludes_what_is_done_meanwhile(api):
         calls.append(time.monotonic())
         time.sleep(3)
         if len(calls) == 2:
-            post(api, 1, 2)
+            api.post_groups(1, 2)
 
     with source(api, max_wait_time=6) as patient:
         begun = time.monotonic()

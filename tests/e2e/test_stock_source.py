@@ -11,6 +11,7 @@ from msgspec import to_builtins
 
 from helpers.services import get, group, post, running_api
 from helpers.trajectory_api import REGISTRATION as FIELDS
+from helpers.trajectory_api import numbers
 from helpers.waiting import until
 from recipe.atropos.sources.numbered import DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.sources.stock import StockSource, _is_stock
@@ -26,14 +27,15 @@ def config(url, **changes):
     return DataSourceConfig(api_url=url, **values)
 
 
+def post_groups(api, numbers, size=4):
+    for number in numbers:
+        post(f"{api.url}/scored_data", group(number, size))
+
+
 @pytest.fixture
 def api(tmp_path):
     with running_api(tmp_path) as service:
         yield service
-
-
-def numbers(batch):
-    return [g["scores"][0] for g in batch.groups]
 
 
 def test_data_source_gives_the_oldest_batch_first(api):
@@ -41,34 +43,31 @@ def test_data_source_gives_the_oldest_batch_first(api):
     with StockSource(config(api.url, prefetch=1), REGISTRATION) as source:
         time.sleep(1.5)  # it polls while the queue fills, so that cuts of several sizes happen
         received = []
-        for start in (1, 7, 21):
-            for number in range(start, start + {1: 6, 7: 14, 21: 2}[start]):
-                post(f"{api.url}/scored_data", group(number))
+        for start, end in ((1, 7), (7, 21), (21, 23)):
+            post_groups(api, range(start, end))
             if start == 7:
-                received += numbers(source.next_batch())
+                received += numbers(source.next_batch().groups)
         while len(received) < 22:
-            received += numbers(source.next_batch())
-    assert received == [float(n) for n in range(1, 23)], "every group once, in the order of posting"
+            received += numbers(source.next_batch().groups)
+    assert received == [*range(1, 23)], "every group once, in the order of posting"
 
 
 def test_data_source_cuts_a_queue_that_waited_in_order(api):
     post(f"{api.url}/register", to_builtins(REGISTRATION) | {"wandb_group": "", "wandb_project": ""})
-    for number in range(1, 13):
-        post(f"{api.url}/scored_data", group(number))
+    post_groups(api, range(1, 13))
     with StockSource(config(api.url), REGISTRATION) as source:
-        received = [numbers(source.next_batch()) for _ in range(6)]
-    assert received == [[n, n + 1.0] for n in range(1, 13, 2)]
+        received = [numbers(source.next_batch().groups) for _ in range(6)]
+    assert received == [[n, n + 1] for n in range(1, 13, 2)]
 
 
 def test_it_fetches_ahead_no_more_than_it_was_told(api):
     with StockSource(config(api.url, prefetch=1), REGISTRATION) as source:
         for round_number in range(3):
-            for number in (2 * round_number, 2 * round_number + 1):
-                post(f"{api.url}/scored_data", group(number))
+            post_groups(api, (2 * round_number, 2 * round_number + 1))
             time.sleep(1.5)
         assert len(source) == 1, "one batch waits here"
         assert get(f"{api.url}/status")["queue_size"] == 4, "the others in the API, where backpressure sees them"
-        assert [numbers(source.next_batch()) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+        assert [numbers(source.next_batch().groups) for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_data_posted_before_the_trainer_does_not_wedge_the_api(api):
@@ -76,9 +75,8 @@ def test_data_posted_before_the_trainer_does_not_wedge_the_api(api):
     with StockSource(config(api.url), REGISTRATION) as source:
         assert get(f"{api.url}/info") == {"batch_size": 8, "max_token_len": 64}
         assert get(f"{api.url}/status")["current_step"] == 3
-        for number in (5, 6):
-            post(f"{api.url}/scored_data", group(number))
-        assert numbers(source.next_batch()) == [5, 6]
+        post_groups(api, (5, 6))
+        assert numbers(source.next_batch().groups) == [5, 6]
 
 
 def test_an_api_that_keeps_another_batch_size_is_an_error(api):
@@ -107,8 +105,7 @@ def test_a_wait_ends_and_says_who_is_silent(api, situation):
             until(lambda: post(f"{api.url}/register-env", env)["status"] == "success")
             expected = "an environment has registered.*posted nothing"
         if situation == "groups that do not fit":
-            for number in range(5):
-                post(f"{api.url}/scored_data", group(number, size=3))
+            post_groups(api, range(5), size=3)
             expected = "groups wait, the last of 3 sequences, which cannot fill a batch of 8"
         limit = "within trainer.atropos.max_wait_time=3 s"
         with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: .*{expected}"):
@@ -134,9 +131,8 @@ def test_an_api_that_restarts_is_registered_with_again(tmp_path):
             api.stop(grace=0)
             with running_api(tmp_path, port) as again:
                 until(lambda: get(f"{again.url}/info")["batch_size"] == 8)
-                for number in (1, 2):
-                    post(f"{again.url}/scored_data", group(number))
-                assert numbers(source.next_batch()) == [1, 2]
+                post_groups(again, (1, 2))
+                assert numbers(source.next_batch().groups) == [1, 2]
                 assert source.events["registered_again"] == 1
 
 
@@ -175,7 +171,7 @@ def test_data_source_counts_a_batch_that_breaks_off(broken, headers):
 
     threading.Thread(target=serve, daemon=True).start()
     with server, StockSource(config(f"http://127.0.0.1:{server.getsockname()[1]}"), REGISTRATION) as source:
-        came = [numbers(source.next_batch())[0] for _ in range(7)]
+        came = [numbers(source.next_batch().groups)[0] for _ in range(7)]
         assert came == [number for number in range(1, 9) if number != broken]
         assert source.events["batch_lost"] == 1
         until(lambda: empty > 2, within=20)
