@@ -1,4 +1,4 @@
-"""Environments that begin groups by tickets, a trainer that goes back, and a server that is killed meanwhile."""
+"""Environments with tickets and without, a trainer that goes back, and a server that is killed meanwhile."""
 
 import asyncio
 import itertools
@@ -21,7 +21,16 @@ class Run:
         self.numbers = itertools.count()
         self.ticket_of: dict[int, tuple[int, int]] = {}  # number of a group -> (environment, ticket)
         self.batches: dict[int, list[int]] = {}
+        self.acknowledged: set[int] = set()
         self.released = 0
+
+    async def stock(self):
+        """An environment without tickets."""
+        async with TrajectoryApiClient(self.api.url) as client:
+            for number in self.numbers:
+                await client.post_groups([group(number)])
+                self.acknowledged.add(number)
+                await asyncio.sleep(0.1)
 
     async def environment(self, weight):
         async with TrajectoryApiClient(self.api.url) as client:
@@ -43,6 +52,7 @@ class Run:
             number = next(self.numbers)
             self.ticket_of[number] = (env_id, ticket)
             await client.post_groups([group(number) | {"env_id": env_id}], ticket)
+            self.acknowledged.add(number)
 
     async def trainer(self):
         after, crashes = 0, 2
@@ -67,6 +77,7 @@ class Run:
 
     async def go(self, kills):
         environments = [asyncio.create_task(self.environment(weight)) for weight in (1.0, 1.0, 2.0)]
+        environments.append(asyncio.create_task(self.stock()))
         killer = asyncio.create_task(self.killer(kills))
         try:
             await asyncio.wait_for(self.trainer(), 120)
@@ -79,13 +90,25 @@ class Run:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_tickets_order_the_batches_through_kills(tmp_path, max_staleness, kills):
+def test_batches_keep_order_and_groups_through_kills(tmp_path, max_staleness, kills):
+    """What is acknowledged is in one batch, or queued; with tickets, in their order."""
     with running_trajectory_api(tmp_path) as api:
         run = Run(api, max_staleness, seed=kills)
         asyncio.run(run.go(kills))
-    trained = [number for _, batch in sorted(run.batches.items()) for number in batch]
-    assert len(trained) == len(set(trained)) == 2 * BATCHES
-    for env_id in {env_id for env_id, _ in run.ticket_of.values()}:
-        tickets = [run.ticket_of[number][1] for number in trained if run.ticket_of[number][0] == env_id]
+        trained = [number for _, batch in sorted(run.batches.items()) for number in batch]
+        environments = {env_id for env_id, _ in run.ticket_of.values()}
+        for env_id in environments:
+            api.post("/disconnect-env", {"env_id": env_id})
+        api.register(after=BATCHES)  # without a bound
+        found, after = [*trained], BATCHES
+        while (batch := api.batch(f"?after={after}")) is not None:
+            found, after = found + batch, after + 1
+        left = api.get("/status")["queue_size"]
+    assert len(trained) == 2 * BATCHES and len(found) == len(set(found)) and left <= 1
+    assert len(run.acknowledged - set(found)) <= left
+    assert len(found) + left <= len(run.acknowledged) + 10, "each worker has one post without an answer"
+    for env_id in environments:
+        of_it = [run.ticket_of[number] for number in trained if number in run.ticket_of]
+        tickets = [ticket for env, ticket in of_it if env == env_id]
         assert tickets == sorted(tickets), "an environment's groups are trained on in the order of their tickets"
     assert run.released > 10

@@ -2,10 +2,8 @@
 
 import concurrent.futures
 import json
-import random
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -37,17 +35,6 @@ def test_a_batch_is_the_same_when_asked_again(api):
     assert api.session.get(f"{api.url}/batch?after=0").content == first
     assert api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED}).content == packed.content
     assert [unpack(record).scores[0] for record in wire.split(packed.content)] == [1.0, 2.0]
-
-
-def test_another_batch_size_dissolves_later_batches(api):
-    api.register(after=0)
-    api.post_groups(*range(1, 9))
-    assert [api.batch(f"?after={after}") for after in range(3)] == [[1, 2], [3, 4], [5, 6]]
-    api.post("/commit", {"through": 1})
-    api.post("/register", REGISTRATION | {"batch_size": 12, "after": 0}, status=409)
-    api.register(batch_size=12, after=1)
-    assert api.batch("?after=1") == [3, 4, 5]
-    assert api.batch("?after=2") == [6, 7, 8]
 
 
 def test_an_older_trainer_is_refused(api):
@@ -117,64 +104,6 @@ def test_a_key_is_stored_once(api):
     api.post("/scored_data_list", [group(1), group(1)], Atropos_Key="one")
     api.post("/scored_data", group(1), status=409, Atropos_Key="one")
     assert api.get("/status")["queue_size"] == 2
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.slow)])
-def test_what_is_acknowledged_survives_kills_once(tmp_path, kills):
-    """Three environments post, one trainer fetches, and the server is killed at random moments."""
-    posted, counter, ended = set(), iter(range(10**6)), threading.Event()
-    received: dict[int, list[int]] = {}
-    moments = random.Random(kills)
-    with running_trajectory_api(tmp_path) as api:
-        api.register(after=0)
-
-        def environment():
-            while not ended.is_set():
-                number = next(counter)
-                while not ended.is_set():
-                    try:
-                        headers = {"Atropos-Key": str(number)}
-                        requests.post(f"{api.url}/scored_data", json=group(number), headers=headers, timeout=10)
-                        posted.add(number)
-                        break
-                    except requests.RequestException:
-                        time.sleep(0.02)
-
-        def trainer():
-            after = 0
-            while not ended.is_set():
-                try:
-                    reply = requests.get(f"{api.url}/batch?after={after}&wait=1", timeout=10).json()
-                except (requests.RequestException, ValueError):
-                    time.sleep(0.02)
-                    continue
-                if reply["batch"] is not None:
-                    after += 1
-                    assert received.setdefault(after, numbers(reply["batch"])) == numbers(reply["batch"])
-                    after = max(0, after - 3) if moments.random() < 0.05 else after  # ask again for earlier ones
-
-        threads = [threading.Thread(target=target) for target in (environment, environment, environment, trainer)]
-        for thread in threads:
-            thread.start()
-        for _ in range(kills):
-            time.sleep(moments.uniform(0.2, 1))
-            api.kill()
-            api.start()
-        time.sleep(0.5)
-        ended.set()
-        for thread in threads:
-            thread.join(20)
-        after, found = 0, []
-        while (batch := api.batch(f"?after={after}")) is not None:
-            after += 1
-            assert received.get(after, batch) == batch
-            found += batch
-        left = api.get("/status")["queue_size"]
-        assert len(found) == len(set(found)) and len(received) > kills
-        assert left <= 1
-        everything = len(found) + left
-        assert posted - set(found) == set() or len(posted - set(found)) <= left
-        assert everything <= len(posted) + 3  # each environment has one post without an answer
 
 
 def test_tickets_survive_a_restart_and_order_the_batches(api):

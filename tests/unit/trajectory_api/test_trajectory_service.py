@@ -40,8 +40,9 @@ async def test_a_registration_that_is_refused_ends_no_trainer(service):
     await asyncio.sleep(0)
     assert await delivery.numbered_batch(service, 0, 0, 1) == 1
     await delivery.weights_pushed(service, 1, Caller(epoch=1))
-    with pytest.raises(RequestRefused, match="batches through 1 are committed in another size"):
+    with pytest.raises(RequestRefused, match="batches through 1 are committed in another size") as refused:
         await registering
+    assert refused.value.status == 409
     assert await delivery.numbered_batch(service, 1, 0, 1) == 2
 
 
