@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.data.scored_group import unpack
@@ -296,7 +295,7 @@ def main() -> int:
         figures: dict[str, float] = {f"killed_{key}": killed[key] for key in (*KILLED, *MOMENTS)} | ledger(run)
         figures |= session_ledger(run)
         figures["exit_status"] = status
-        figures["weights_differ"] = int(not replay(run, [], Console(highlight=False)))
+        figures["weights_differ"] = int(not replay(run, []))
     figures["seconds"] = time.monotonic() - started
     counts = ("groups", "steps", "empty_batches", "sessions", "seconds")
     zero = [key for key in figures if key not in counts and not key.startswith("killed_")]

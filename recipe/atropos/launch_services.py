@@ -159,8 +159,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
     except Exception as error:
         if (message := expected_failure(error)) is None:
             raise
-        lines = escape(message).replace("\n", "\n        ")
-        console.print(f"[bold red]error[/]   {lines}", soft_wrap=True)
+        say(message.replace("\n", "\n        "), "error", "bold red")
         return RECOVERABLE if isinstance(error, Preempted) else 1
     show_summary(run.files, console)
     return 0

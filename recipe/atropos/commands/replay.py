@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
 from recipe.atropos.config.compose import load_recorded, with_values
 from recipe.atropos.config.preflight import check_config
@@ -19,7 +18,7 @@ from recipe.atropos.run.status import find_run
 from recipe.atropos.utils.gpus import decide_device
 
 
-def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
+def replay(run: Path, overrides: Sequence[str]) -> bool:
     """Train on the batches of ``run``; return True if the weights of the last step equal the run's.
 
     Raises:
@@ -48,13 +47,13 @@ def replay(run: Path, overrides: Sequence[str], console: Console) -> bool:
     step = config.trainer.total_training_steps
     folders = [RunDir(folder).checkpoints / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)]
     if not folders[0].is_dir():
-        console.print(f"trained {step} steps; {run} has no checkpoint of that step to compare the weights with")
+        print(f"trained {step} steps; {run} has no checkpoint of that step to compare the weights with")
         return False
     differing = differing_tensors(*folders)
     if differing:
-        console.print(f"weights after step {step} differ in {len(differing)} tensors, first {differing[0]}")
+        print(f"weights after step {step} differ in {len(differing)} tensors, first {differing[0]}")
     else:
-        console.print(f"weights after step {step}: the same, bit for bit")
+        print(f"weights after step {step}: the same, bit for bit")
     return not differing
 
 
@@ -89,4 +88,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(given: argparse.Namespace) -> int:
-    return 0 if replay(find_run(given.run).path, given.overrides, Console(highlight=False)) else 1
+    return 0 if replay(find_run(given.run).path, given.overrides) else 1

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.markup import escape
 
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import AtroposError
@@ -24,7 +23,7 @@ from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.run.alarm_lines import left_open
 from recipe.atropos.run.record import update_summary
-from recipe.atropos.terminal.progress import console
+from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
 from recipe.atropos.watchdog.alarms import ALARMS
@@ -142,9 +141,9 @@ def _name(line: Mapping[str, Any]) -> str:
 
 def _print(line: Mapping[str, Any]) -> None:
     if line["state"] == "raised":
-        console.print(f"[bold yellow]alarm[/]   {escape(_seen(line))}", soft_wrap=True)
-        console.print(f"        meaning: {escape(ALARMS[line['alarm']].means)}", soft_wrap=True)
-        console.print(f"        to try:  {escape(line['advice'])}", soft_wrap=True)
+        say(_seen(line), "alarm", "bold yellow")
+        say(f"meaning: {ALARMS[line['alarm']].means}", "")
+        say(f"to try:  {line['advice']}", "")
     else:
         minutes = (line["time"] - line["since"]) / 60
-        console.print(f"[bold]alarm[/]   {escape(_name(line))} is over, after {minutes:.1f} min", soft_wrap=True)
+        say(f"{_name(line)} is over, after {minutes:.1f} min", "alarm")

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from rich.markup import escape
 
 import recipe
 from recipe.atropos.adapter.settings import WARNING, AdapterSettings
@@ -40,7 +39,7 @@ from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all
 from recipe.atropos.inference.join_commands import adapter_flags, policy_settings
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE
-from recipe.atropos.terminal.progress import console, progress
+from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, write_atomic
 from recipe.atropos.utils.machine import run_program
@@ -139,7 +138,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     if status == 0:
         for line in printed.splitlines():
             if line.startswith(WARNING):
-                console.print(f"[bold yellow]{spec.key}[/] {escape(line.removeprefix(WARNING))}", soft_wrap=True)
+                say(line.removeprefix(WARNING), spec.key, "bold yellow")
         return None
     lines = [line for line in printed.splitlines() if line.strip()] or [f"exit status {status}"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
@@ -351,7 +350,7 @@ class Environments:
                         await api.disconnect_env(number)
             except TrajectoryApiError as error:
                 if error.status != 404:
-                    console.print(f"[bold]{state.name}[/] not taken off the Trajectory API yet: {error}")
+                    say(f"not taken off the Trajectory API yet: {error}", state.name)
                     return  # the next call tries again
             state.registrations.remove((pid, number))
 

@@ -23,15 +23,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.run.evaluation_marker import NONE_YET, mark_evaluated, needs_evaluation
 from recipe.atropos.run.record import held_out, is_accuracy, item_count, read_evaluations, update_summary
-from recipe.atropos.terminal.progress import console
+from recipe.atropos.terminal.progress import say
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed
 
@@ -108,7 +106,7 @@ class Evaluations:
         try:
             await self._all(version)
         except ServiceFailed as failure:
-            console.print(f"[bold red]eval[/]    version {version}: {escape(str(failure))}", soft_wrap=True)
+            say(f"version {version}: {failure}", "eval", "bold red")
         self._mark(version)
 
     async def evaluate_alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
@@ -154,7 +152,7 @@ class Evaluations:
                 failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
                 append_line(self._path, failure)
                 if self._run.abandoned.issuperset(spec.services):
-                    console.print(f"[bold red]eval[/]    version {version}: {escape(str(result))}", soft_wrap=True)
+                    say(f"version {version}: {result}", "eval", "bold red")
                     continue
             if isinstance(result, BaseException):
                 failures.append(result)
@@ -171,7 +169,7 @@ class Evaluations:
         line = {"step": version, "version": version, "env": spec.name, "metrics": metrics, "main": main_metric(metrics)}
         append_line(self._path, {**line, "seconds": time.monotonic() - started, "time": time.time()})
         whose = f"{spec.name} " if self._several else ""
-        console.print(f"[bold]eval[/]    {whose}{evaluation_text(metrics, greedy)}, version {version}", soft_wrap=True)
+        say(f"{whose}{evaluation_text(metrics, greedy)}, version {version}", "eval")
         update_summary(self._run.files.path, heldout_summary(self._run.files.path, self._several))
 
     async def _evaluate(self, spec: EnvironmentSpec, version: int, folder: Path) -> None:

@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.markup import escape
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.join_commands import for_others, how_to_join
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.run.record import WaitingMark, update_summary
-from recipe.atropos.terminal.progress import console
+from recipe.atropos.terminal.progress import console, say
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -59,14 +58,14 @@ class Joining:
         key = self._run.environments_key if console.file.isatty() else None
         api_url = for_others(self._api_url, config.api.host)
         gateway = for_others(self._gateway, config.inference.host)
-        console.print(f"[bold]join[/]    {escape(how_to_join(config, api_url, gateway, key))}", soft_wrap=True)
-        console.print(
-            "[bold]eval[/]    this run starts no environment, so it evaluates nothing: one that joins does so by "
-            "itself, every --env.steps_per_eval steps, and reports where it logs",
-            soft_wrap=True,
+        say(how_to_join(config, api_url, gateway, key), "join")
+        say(
+            "this run starts no environment, so it evaluates nothing: one that joins does so by itself, every "
+            "--env.steps_per_eval steps, and reports where it logs",
+            "eval",
         )
         if key and not given:
-            console.print("[bold]join[/]    the key is this start's alone; set ATROPOS_API_KEY to keep one")
+            say("the key is this start's alone; set ATROPOS_API_KEY to keep one", "join")
 
     async def poll(self, state: Mapping[str, Any] | None = None) -> None:
         """Announce environments that have joined, and print why no batch arrives, from what the Trajectory API's
@@ -76,7 +75,7 @@ class Joining:
             return
         for number in sorted(line["number"] for line in state["environments"] if "number" in line):
             if number >= self.number:
-                console.print(f"[bold]join[/]    an environment has joined, as number {number}")
+                say(f"an environment has joined, as number {number}", "join")
                 self.number = number + 1
         now = time.monotonic()
         if state["batches"]["last"] != self._step or not self._waiting.is_fresh():
@@ -88,11 +87,7 @@ class Joining:
     def _report_why(self, why: str) -> None:
         limit = self._run.config.trainer.atropos.join_timeout
         waited = time.monotonic() - self._since
-        console.print(
-            f"[bold yellow]join[/]    no batch for {waited:.0f} s: {escape(why)} (trainer.atropos.join_timeout="
-            f"{limit:g} s)",
-            soft_wrap=True,
-        )
+        say(f"no batch for {waited:.0f} s: {why} (trainer.atropos.join_timeout={limit:g} s)", "join", "bold yellow")
 
     def stop(self) -> None:
         """Record how many joined. None is stopped: without the Trajectory API, they end or wait for another run."""

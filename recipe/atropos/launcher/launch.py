@@ -27,7 +27,7 @@ from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start,
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.live_view import LiveView
-from recipe.atropos.terminal.progress import console, progress
+from recipe.atropos.terminal.progress import console, progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog import alarms
@@ -52,10 +52,10 @@ async def launch(run: Run) -> None:
         inference = await start_inference(run)
         start_sessions(run, inference, api)
         evaluations = Evaluations(run, inference)
-        console.print(
-            f"[bold]sglang[/]  starting {run.config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, "
-            f"behind {inference.gateway}",
-            soft_wrap=True,
+        say(
+            f"starting {run.config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, behind "
+            f"{inference.gateway}",
+            "sglang",
         )
         # The trainer waits for the servers before it pushes. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
@@ -153,7 +153,7 @@ async def watch(
 
 def _step(line: dict[str, float]) -> str:
     return (
-        f"score {scores_of(line)}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
+        f"score {escape(scores_of(line))}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
         f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}"
     )
 
@@ -177,14 +177,14 @@ def report_model(run: Run) -> None:
         if exported.get("step") == run.config.trainer.total_training_steps:
             write_card(folder, run.files)
             what = f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}"
-            console.print(f"[bold]model[/]   {escape(what)}", soft_wrap=True)
+            say(what, "model")
             return
     why = (
         f"see {run.files.log('trainer')}"
         if run.config.trainer.save_freq > 0
         else "trainer.save_freq saves no checkpoint"
     )
-    console.print(f"[bold]model[/]   none is exported: {escape(why)}", soft_wrap=True)
+    say(f"none is exported: {why}", "model")
 
 
 def write_pictures(files: RunDir) -> None:
@@ -202,7 +202,7 @@ def write_pictures(files: RunDir) -> None:
 def write_page_of_failure(files: RunDir) -> None:
     """Write the page of a run that ends with an error, and print where it is; nothing if it was never watched."""
     if (files.metrics.exists() or files.alarms.exists()) and _write_page(files):
-        console.print(f"[bold]report[/]  {escape(shown_path(files.report))}: the run up to its error", soft_wrap=True)
+        say(f"{shown_path(files.report)}: the run up to its error", "report")
 
 
 def _write_page(files: RunDir) -> bool:
@@ -212,8 +212,7 @@ def _write_page(files: RunDir) -> bool:
     try:
         write_report(files.path, tokens=False, ended=True)
     except Exception as error:  # whatever it is: the run ends as it would without
-        text = f"{error}; {shell_command('report', files.path)} writes it"
-        console.print(f"[bold yellow]report[/]  {escape(text)}", soft_wrap=True)
+        say(f"{error}; {shell_command('report', files.path)} writes it", "report", "bold yellow")
         return False
     return True
 
@@ -234,7 +233,7 @@ async def _end(
             async with run.api_client(run.services["api"].url) as api:
                 received = (await api.diagnose())["received"]
         except TrajectoryApiError as error:
-            console.print(f"[bold]api[/]     does not account for the groups: {escape(str(error))}", soft_wrap=True)
+            say(f"does not account for the groups: {error}", "api")
         else:
             summary = read_json(run.files.summary, {})
             update_summary(run.files.path, {"groups": account_of_groups(summary, received)})

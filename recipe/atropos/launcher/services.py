@@ -243,7 +243,7 @@ class Run:
         where = f" at {service.url}" if service.url else ""
         console.print(
             f"[bold]{service.name}[/] ended ({service.poll()}), started again{where}: "
-            f"{policy.count} of {policy.limit} restarts; see {service.log_path}",
+            f"{policy.count} of {policy.limit} restarts; see {escape(str(service.log_path))}",
             soft_wrap=True,
         )
 

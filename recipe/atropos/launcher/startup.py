@@ -15,7 +15,7 @@ from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.terminal.progress import console
+from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
@@ -114,7 +114,7 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     run.restart_policies["api"].recovers = lambda status: True
     seconds = await inference_healthy(run, inference)
     many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
-    console.print(f"[bold]sglang[/]  {many}up after {seconds:.0f} s; api at {api.url}", soft_wrap=True)
+    say(f"{many}up after {seconds:.0f} s; api at {api.url}", "sglang")
 
 
 def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path | None = None) -> Service:
@@ -159,5 +159,5 @@ async def first_version(run: Run, inference: Inference) -> int:
         what="done with its first push of weights",
         key="trainer.ray_wait_register_center_timeout + trainer.atropos.weight_sync.timeout",
     )
-    console.print(f"[bold]trainer[/] pushed version {version} after {seconds:.0f} s")
+    say(f"pushed version {version} after {seconds:.0f} s", "trainer")
     return version

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from recipe.atropos.terminal.dashboard import shown_path
 from recipe.atropos.terminal.live_view import LiveView, shows_live
@@ -18,9 +19,9 @@ console = Console(highlight=False)
 _EVERY_SECONDS = 15.0
 
 
-def say(text: str) -> None:
-    """Print what concerns the run as a whole."""
-    console.print(f"[bold]run[/]     {escape(text)}", soft_wrap=True)
+def say(text: str, about: str = "run", style: str = "bold") -> None:
+    """Print a line about the run or a part of it. Nothing in it is markup: a path may have brackets."""
+    console.print(Text.assemble((f"{about:<7}", style), " ", text), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def progress(what: str, log: Path | None = None) -> Iterator[None]:
 
     def tell() -> None:
         while not done.wait(_EVERY_SECONDS):
-            console.print(f"[dim]...[/]     {time.monotonic() - begin:.0f} s: {escape(text)}", soft_wrap=True)
+            say(f"{time.monotonic() - begin:.0f} s: {text}", "...", "dim")
 
     thread = threading.Thread(target=tell, name="progress", daemon=True)
     thread.start()

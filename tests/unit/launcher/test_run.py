@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
 from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers
 from recipe.atropos.launcher.startup import first_version, servers_healthy
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.terminal.progress import say
 from recipe.atropos.utils.files import DiskFull, FolderRemoved, read_json
 from recipe.atropos.utils.hosts import joins_cluster
 from recipe.atropos.utils.process import ServiceFailed, process_lives
@@ -41,7 +43,8 @@ END = [sys.executable, "-c", "print('my last words')"]
 
 @pytest.fixture
 def run(tmp_path):
-    run = run_of(None, tmp_path)
+    run = run_of(None, tmp_path / "a[run]")
+    run.files.path.mkdir()
     yield run
     run.stop()
 
@@ -76,7 +79,7 @@ def test_a_run_whose_folder_was_removed_ends(run):
         run.check()
         shutil.rmtree(run.files.path)
         run.files.path.mkdir()
-        with pytest.raises(FolderRemoved, match=f"{run.files.path} no longer exists"):
+        with pytest.raises(FolderRemoved, match=f"{re.escape(str(run.files.path))} no longer exists"):
             run.check()
 
 
@@ -108,6 +111,7 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
         *delayed, restarted = capsys.readouterr().out.splitlines()
         assert delayed == ["sglang ended (-9); it starts again in 1 s"] * (count - 1)
         assert f"sglang ended (-9), started again at http://somewhere: {count} of 2" in restarted
+        assert restarted.endswith(f"; see {service.log_path}")
     end(run.services["sglang"])
     with pytest.raises(ServiceFailed, match="sglang: ended once more after 2 restarts .inference.max_restarts"):
         run.check()
@@ -284,6 +288,11 @@ def test_run_joins_the_cluster_that_ray_would(monkeypatch, variable, address, ex
     if variable:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     assert joins_cluster({"address": address}) is expected
+
+
+def test_line_shows_brackets_of_a_path_as_they_are(capsys):
+    say("copying runs/[a]/checkpoints, 10:x: done", "sglang")
+    assert capsys.readouterr().out == "sglang  copying runs/[a]/checkpoints, 10:x: done\n"
 
 
 def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
