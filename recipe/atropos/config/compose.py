@@ -46,7 +46,15 @@ from recipe.atropos.config.keys import checked, flat, keys_of, of_all, unsupport
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.secret import COMPLETE, check_not_hidden, read_config_yaml, restore
+from recipe.atropos.utils.secret import (
+    COMPLETE,
+    HIDDEN,
+    check_not_hidden,
+    is_secret,
+    read_config_yaml,
+    restore,
+    shown_value,
+)
 
 _FOLDER = Path(__file__).parent
 # Keys that the launcher sets, and what a user gives instead.
@@ -147,7 +155,7 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
             try:
                 OmegaConf.update(config, key, value, merge=False, force_add=True)
             except OmegaConfBaseException as error:
-                raise ConfigurationError(f"{key}={value}: {_first_line(error)}") from error
+                raise ConfigurationError(f"{key}={shown_value(key, value)}: {_first_line(error)}") from error
     for key, value in changes:
         if unsupported(key)[0] and value not in (known[key], OmegaConf.select(config, key)):
             wrong.append(str(without_effect(key, value)))
@@ -266,6 +274,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _parse(text: str) -> Override:
+    name = text.partition("=")[0]
+    shown = f"{name}={HIDDEN}" if any(map(is_secret, re.split(r"[^\w.-]+", text))) else text
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -273,12 +283,12 @@ def _parse(text: str) -> Override:
             ", and quote a value that holds spaces, commas, colons or braces: key='\"VALUE\"', in a list each: "
             "key='[\"VALUE\"]'"
         )
-        raise ConfigurationError(f"{text}: give key=value{quote if '=' in text else ''}") from error
+        raise ConfigurationError(f"{shown}: give key=value{quote if '=' in text else ''}") from error
     key = override.key_or_group
     if override.is_delete() or override.package is not None or key.split(".")[0] == "hydra":
-        raise ConfigurationError(f"{text}: give key=value; key=null leaves an option out, key={{}} empties a mapping")
+        raise ConfigurationError(f"{shown}: give key=value; key=null leaves an option out, key={{}} empties a mapping")
     if override.is_sweep_override():
-        raise ConfigurationError(f"{text}: a value with commas needs brackets or quotes: {key}=[A,B], {key}='\"A,B\"'")
+        raise ConfigurationError(f"{shown}: a value with commas needs brackets or quotes: {key}=[A,B], {key}='\"A,B\"'")
     return override
 
 

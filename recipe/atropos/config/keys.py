@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.unsupported import UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.secret import shown_value
 
 # Mappings whose keys are defined by the user or by another program.
 FREE = (
@@ -99,7 +100,8 @@ def checked(key: str, value: Any, known: Mapping[str, Any], shipped: DictConfig)
     Raises:
         ConfigurationError: there is no such key, it has no effect here, or its value is of another kind.
     """
-    _check_renamed(key, value)
+    shown = shown_value(key, value)
+    _check_renamed(key, shown)
     if is_free(key):
         return key, value
     reason = unsupported(key)[0]
@@ -108,16 +110,16 @@ def checked(key: str, value: Any, known: Mapping[str, Any], shipped: DictConfig)
         if not reason or (meant and not unsupported(meant)[0]):
             near = f"; did you mean {meant}?" if meant else _nearest(key, known)
             raise ConfigurationError(f"{key}: no such key{near}")
-        raise without_effect(key, value, meant)
+        raise without_effect(key, shown, meant)
     default = known.get(key)
     if reason and value != default and not _interpolates(default):
-        raise without_effect(key, value)
+        raise without_effect(key, shown)
     if isinstance(default, dict) and not _interpolates(value):
-        raise ConfigurationError(f"{key}={value}: give a mapping, or one of its keys: {key}.{next(iter(default))}=...")
+        raise ConfigurationError(f"{key}={shown}: give a mapping, or one of its keys: {key}.{next(iter(default))}=...")
     if not reason and _interpolates(default):
         default = OmegaConf.select(shipped, key)
     if key not in documented() and (wanted := _another_kind(value, default)):
-        raise ConfigurationError(f"{key}={value}: give {wanted}, like verl's {default}")
+        raise ConfigurationError(f"{key}={shown}: give {wanted}, like verl's {default}")
     return key, value
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from recipe.atropos.config.schema import Configuration, documented
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.secret import shown_value
 
 # Other choices, of verl or by other names, and why they are not available here; by key.
 EXCLUDED = {
@@ -83,7 +84,7 @@ def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, s
     if isinstance(value, str) and value in EXCLUDED.get(key, {}):
         return key, f"{key}={value} {EXCLUDED[key][value]}; choose one of {choices}"
     null = field is not None and type(None) in get_args(field.annotation) and not index
-    shown = _shown(value)
+    shown = _shown(shown_value(key, value))
     if problem["type"] == "literal_error":
         near = nearest(shown, choices.split(", "))
         return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}{near}"

@@ -59,6 +59,11 @@ def without_secrets(settings: Any) -> Any:
     return _with_secrets_as(lambda *_: HIDDEN, settings)
 
 
+def shown_value(key: str, value: Any) -> Any:
+    """Return the value of a setting for a message: as ``without_secrets``."""
+    return without_secrets({key: value})[key]
+
+
 def hidden_settings(settings: Any) -> list[list[Any]]:
     """Return what ``without_secrets`` hides, as [keys and indices, value] each; ``restore`` puts it back."""
     found: list[list[Any]] = []

@@ -112,6 +112,24 @@ NESTED = [
 
 
 @pytest.mark.parametrize(
+    "override",
+    [
+        *("inference.api_key=123456", "inference.api_key={a: 123456}", "inference={api_key: 123456}"),
+        *("inference.api_key=1,123456", "inference.api_key=123456[", "inference={api_key: 123456, a"),
+        *(
+            "+inference.api_key.a=123456",
+            "environment.args=[{api_key: 123456}]",
+            "model.partial_pretrain.api_key=123456",
+        ),
+    ],
+)
+def test_secret_of_a_wrong_form_is_hidden_in_the_error(override):
+    with pytest.raises(ConfigurationError) as error:
+        load_config(["actor_rollout_ref.model.path=m", override])
+    assert "123456" not in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("overrides", "names"),
     [
         (NESTED, {"--openai.api_key", "--env.judge_api_key", "--judge.first", "--env.judges"}),
