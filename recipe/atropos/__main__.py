@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.atropos.errors import one_line_errors
+from recipe.atropos.errors import one_line_errors, output_may_be_closed
 
 COMMANDS = {
     "train": ("launch_services", "start all services, train, evaluate, export; resume an unfinished run"),
@@ -39,24 +39,24 @@ _USAGE = "usage: verl-atropos COMMAND [options]; COMMAND --help lists a command'
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the command's exit status; 2 if there is no such command."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] in (["-h"], ["--help"], ["help"]):
-        print(_USAGE)
-        return 0
-    if not given or given[0] not in COMMANDS:
-        print(f"{given[0]}: no such command\n{_USAGE}" if given else _USAGE, file=sys.stderr)
-        return 2
-    name, words = given[0], given[1:]
-    where, about = COMMANDS[name]
-    module = importlib.import_module(f"recipe.atropos.{where}")
+    name, *words = list(sys.argv[1:] if argv is None else argv) or [""]
     # What a command meets in a user's files is an expected failure; in a training it may be a bug.
     expected = () if name == "train" else (OSError, OmegaConfBaseException, sqlite3.Error)
-    with one_line_errors(*expected):
+    with one_line_errors(*expected), output_may_be_closed():
+        if name in ("-h", "--help", "help"):
+            print(_USAGE)
+            return 0
+        if name not in COMMANDS:
+            print(f"{name}: no such command\n{_USAGE}" if name else _USAGE, file=sys.stderr)
+            return 2
+        where, about = COMMANDS[name]
+        module = importlib.import_module(f"recipe.atropos.{where}")
         if not hasattr(module, "add_arguments"):  # it has a parser of its own
             return module.main(words)
         parser = argparse.ArgumentParser(prog=f"verl-atropos {name}", description=about)
         module.add_arguments(parser)
         return module.main(parser.parse_intermixed_args(words))
+    return 0  # nobody reads what it prints
 
 
 if __name__ == "__main__":

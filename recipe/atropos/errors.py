@@ -7,6 +7,8 @@ on one line and exits with a nonzero status. A few exceptions of other libraries
 
 import contextlib
 import errno
+import os
+import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -91,6 +93,23 @@ def secondary_errors() -> Iterator[None]:
         if first is None:
             raise
         first.add_note(f"then, at the end: {error}")
+
+
+@contextlib.contextmanager
+def output_may_be_closed() -> Iterator[None]:
+    """Wrap an entry point: whoever reads its output may stop, as ``| head`` does; the rest of the output is dropped."""
+    try:
+        yield
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # it was another pipe
+            raise
+    finally:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

@@ -7,9 +7,7 @@ is followed is read on from its new content.
 import argparse
 import codecs
 import contextlib
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,13 +105,8 @@ def main(given: argparse.Namespace) -> int:
         show_list(files, Console(highlight=False))
         return 0
     path = files.log(service)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         last = read_end(files, path, given.lines, given.follow)
         for text in codecs.iterdecode(last, "utf-8", "replace"):
-            sys.stdout.write(printable(text))
-            sys.stdout.flush()
-    except KeyboardInterrupt:
-        pass
-    except BrokenPipeError:  # `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(printable(text), end="", flush=True)
     return 0

@@ -30,6 +30,28 @@ def test_help_is_answered_at_once_and_lists_every_command():
     assert seconds < 2, "of processor time: nothing heavy is imported for it"
 
 
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [(["--help"], "1"), (["train", "--help"], ""), (["train", "--help"], "1"), (["logs", ".", "service"], "")],
+)
+def test_output_that_nobody_reads_is_no_error(words, unbuffered, tmp_path):
+    """As after ``| head``."""
+    make_run(tmp_path).log("service").parent.mkdir()
+    (tmp_path / "logs" / "service.log").write_text("a line\n" * 10)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "recipe.atropos", *words],
+        cwd=tmp_path,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("given", [[], ["trian"]])
 def test_what_is_no_command_is_said_with_those_that_are(given, capsys):
     assert commands.main(given) == 2
