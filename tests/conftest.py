@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     """Skip what imports gem where gem is not installed; None: pytest collects the module itself."""
     without = _GEM is None and module_path.name in _GEM_TESTS
     return _WithoutGem.from_parent(parent, path=module_path) if without else None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_lock_of_verl_is_left() -> Iterator[None]:
+    """verl makes the folder of a checkpoint under a lock, whose file it leaves in the temporary folder."""
+    folder = Path(tempfile.gettempdir())
+    before = {*folder.glob("ckpt_*.lock")}
+    yield
+    for path in {*folder.glob("ckpt_*.lock")} - before:
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
