@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.markup import escape
+from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.checkpoint.start_from import forget_start
@@ -129,7 +129,7 @@ def _detach(leave: Callable[[Path], None], files: RunDir) -> None:
     """Say how to look at the run and end it, and leave the terminal."""
     say(f"goes on without this terminal; its output is in {shown_path(files.log(LAUNCHER))}")
     for command in ("attach", "status", "logs", "stop"):
-        console.print(f"  {escape(shell_command(command, files.path))}", soft_wrap=True)
+        console.print(Text(f"  {shell_command(command, files.path)}"), soft_wrap=True)
     leave(files.log(LAUNCHER))
     console.__init__(highlight=False)  # for the new output, which is no terminal: without color
 
@@ -154,7 +154,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 with bounded_logs(run.files.logs), view:
                     asyncio.run(launch(run))
     except (KeyboardInterrupt, asyncio.CancelledError) as stopped:
-        console.print("[bold]stopped[/] the same command resumes the run")
+        say("the same command resumes the run", "stopped")
         return RECOVERABLE if isinstance(stopped, _EarlyPreemption) else 130
     except Exception as error:
         if (message := expected_failure(error)) is None:

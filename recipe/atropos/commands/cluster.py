@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from recipe.atropos.config.compose import add_options, compose_overrides, given_keys
 from recipe.atropos.config.models import MODEL_KEY
@@ -71,7 +71,7 @@ def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
     findings = [*wait_for_nodes(nodes, wait), *check_nodes(config)]
     console, width = Console(highlight=False), max(len(finding.node) for finding in findings)
     for finding in sorted(findings, key=lambda finding: finding.node):
-        state = "[bold red]FAILED[/]" if finding.problem else "[green]ok[/]    "
-        line = f"{state} {finding.node:<{width}} {finding.check:<11}{escape(finding.problem)}"
-        console.print(line.rstrip(), soft_wrap=True)
+        state = ("FAILED", "bold red") if finding.problem else ("ok    ", "green")
+        line = f" {finding.node:<{width}} {finding.check:<11}{finding.problem}"
+        console.print(Text.assemble(state, line.rstrip()), soft_wrap=True)
     return int(any(finding.problem for finding in findings))

@@ -20,7 +20,7 @@ import psutil
 from omegaconf import DictConfig
 from packaging.requirements import Requirement
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from recipe.atropos.config.compose import add_options, compose_overrides, given_keys
 from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
@@ -366,5 +366,6 @@ def main(given: argparse.Namespace) -> int:
     results = examine(plan) | examine_run(plan.config, has_model)
     for name, result in results.items():
         color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")
-        console.print(f"[{color}]{result.state:<7}[/] {name:<14}{escape(result.message)}", soft_wrap=True)
+        line = Text.assemble((f"{result.state:<7}", color), f" {name:<14}{result.message}")
+        console.print(line, soft_wrap=True)
     return 0 if all(result.ok for result in results.values()) else 1

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from recipe.atropos.config.schema_errors import nearest
 from recipe.atropos.errors import ConfigurationError
@@ -64,9 +64,8 @@ def show_list(files: RunDir, console: Console) -> None:
     table.add_column("last line", ratio=1, no_wrap=True, overflow="ellipsis")
     for path in sorted((files.log(name) for name in services(files)), key=lambda path: path.stat().st_mtime):
         found = path.stat()
-        table.add_row(
-            path.stem, f"{found.st_size / 1024:.0f}", f"{time.time() - found.st_mtime:.0f}", escape(last_line(path))
-        )
+        age, size = f"{time.time() - found.st_mtime:.0f}", f"{found.st_size / 1024:.0f}"
+        table.add_row(Text(path.stem), size, age, Text(last_line(path)))
     console.print(table)
 
 

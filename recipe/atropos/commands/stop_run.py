@@ -14,7 +14,7 @@ import sys
 import time
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.run.folder import RunDir
@@ -32,11 +32,11 @@ def stop_run(files: RunDir, console: Console, limit: float) -> int:
     Raises:
         LaunchError: it runs on another machine, or it did not end within ``limit`` seconds.
     """
-    status, name = RunReader(files.path).read(), escape(shown_path(files.path))
+    status, name = RunReader(files.path).read(), shown_path(files.path)
     if status.state == ELSEWHERE:
-        raise LaunchError(f"{shown_path(files.path)}: nothing was stopped: {how_to_go_on(status)}")
+        raise LaunchError(f"{name}: nothing was stopped: {how_to_go_on(status)}")
     if not status.is_alive:
-        console.print(f"{name} does not run ({status.state}); nothing was stopped", soft_wrap=True)
+        console.print(Text(f"{name} does not run ({status.state}); nothing was stopped"), soft_wrap=True)
         return 0
     holder, begun = status.holder, time.monotonic()
     try:
@@ -46,18 +46,18 @@ def stop_run(files: RunDir, console: Console, limit: float) -> int:
     except PermissionError as error:
         raise LaunchError(f"process {holder.pid} is another user's: ask them, or use their account") from error
     what = f"stopping {name} at step {status.step}, process {holder.pid}"
-    with console.status(what) if shows_live(console) else console:
+    with console.status(Text(what)) if shows_live(console) else console:
         while holder.lives():
             if time.monotonic() - begun > limit:
                 raise LaunchError(
-                    f"{shown_path(files.path)}: process {holder.pid} has not ended {limit:g} s after SIGTERM; "
+                    f"{name}: process {holder.pid} has not ended {limit:g} s after SIGTERM; "
                     f"its services may still be saving; kill -9 {holder.pid} ends them all"
                 )
             time.sleep(_POLL_SECONDS)
     after = RunReader(files.path).read()
     how = "had finished" if after.state == "finished" else "the command that started it resumes it"
     seconds = time.monotonic() - begun
-    console.print(f"stopped {name} after step {after.step}, in {seconds:.0f} s; {how}", soft_wrap=True)
+    console.print(Text(f"stopped {name} after step {after.step}, in {seconds:.0f} s; {how}"), soft_wrap=True)
     return 0
 
 

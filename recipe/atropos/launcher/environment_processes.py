@@ -138,7 +138,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     if status == 0:
         for line in printed.splitlines():
             if line.startswith(WARNING):
-                say(line.removeprefix(WARNING), spec.key, "bold yellow")
+                say(line.removeprefix(WARNING), spec.key, "bold yellow", width=0)
         return None
     lines = [line for line in printed.splitlines() if line.strip()] or [f"exit status {status}"]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "--env "))] or lines[-1:]
@@ -350,7 +350,7 @@ class Environments:
                         await api.disconnect_env(number)
             except TrajectoryApiError as error:
                 if error.status != 404:
-                    say(f"not taken off the Trajectory API yet: {error}", state.name)
+                    say(f"not taken off the Trajectory API yet: {error}", state.name, width=0)
                     return  # the next call tries again
             state.registrations.remove((pid, number))
 

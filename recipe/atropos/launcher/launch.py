@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from rich.markup import escape
+from rich.text import Text
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.errors import AtroposError
@@ -27,7 +27,7 @@ from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start,
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.live_view import LiveView
-from recipe.atropos.terminal.progress import console, progress, say
+from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog import alarms
@@ -52,11 +52,8 @@ async def launch(run: Run) -> None:
         inference = await start_inference(run)
         start_sessions(run, inference, api)
         evaluations = Evaluations(run, inference)
-        say(
-            f"starting {run.config.actor_rollout_ref.model.path} at {', '.join(inference.urls)}, behind "
-            f"{inference.gateway}",
-            "sglang",
-        )
+        served = run.config.actor_rollout_ref.model.path
+        say(f"starting {served} at {', '.join(inference.urls)}, behind {inference.gateway}", "sglang")
         # The trainer waits for the servers before it pushes. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
         trainer = start_trainer(run, api, inference, run.files.evaluated) if beside else None
@@ -130,7 +127,7 @@ async def watch(
                 seen = line["step"]
                 on_step()
                 if LiveView.shown is None:
-                    console.print(f"[bold]step {seen:>4}/{total}[/] {_step(line)}", soft_wrap=True)
+                    say(_step(line), f"step {seen:>4}/{total}")
         await environments.poll(alarm_watch.watchdog.history.api)
         await alarm_watch.poll(lines)
         if waiting.is_fresh():  # a wait bounded by max_wait_time, join_timeout or evaluation.timeout
@@ -151,10 +148,12 @@ async def watch(
         await asyncio.sleep(WATCH_SECONDS)
 
 
-def _step(line: dict[str, float]) -> str:
-    return (
-        f"score {escape(scores_of(line))}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
-        f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}{_alarms(line)}"
+def _step(line: dict[str, float]) -> Text:
+    names = ", ".join(alarms.of_line(line))
+    return Text.assemble(
+        f"score {scores_of(line)}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
+        f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}",
+        (f"  {names}" if names else "", "bold yellow"),
     )
 
 
@@ -165,19 +164,13 @@ def scores_of(line: dict[str, float]) -> str:
     return f"{line['atropos/mean_score']:+.3f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")
 
 
-def _alarms(line: dict[str, float]) -> str:
-    names = ", ".join(alarms.of_line(line))
-    return f"  [bold yellow]{names}[/]" if names else ""
-
-
 def report_model(run: Run) -> None:
     """Print which model was exported, and add the last evaluation, which ran after the export, to its model card."""
     for folder in (run.files.model, run.files.adapter):
         exported = read_json(folder / EXPORTED, {})
         if exported.get("step") == run.config.trainer.total_training_steps:
             write_card(folder, run.files)
-            what = f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}"
-            say(what, "model")
+            say(f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}", "model")
             return
     why = (
         f"see {run.files.log('trainer')}"

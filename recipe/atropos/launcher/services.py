@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 
 import psutil
 from omegaconf import DictConfig
-from rich.markup import escape
 
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, attempt_all
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
-from recipe.atropos.terminal.progress import console
+from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
 from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
@@ -232,8 +231,7 @@ class Run:
         if awaited or delay > 0:
             if not announced:
                 when = awaited or f"in {delay:.0f} s"
-                note = f"[bold]{service.name}[/] ended ({service.poll()}); it starts again {when}"
-                console.print(note, soft_wrap=True)
+                say(f"ended ({service.poll()}); it starts again {when}", service.name, width=0)
             return
         policy.delayed_until = None
         policy.count += not policy.moved
@@ -241,11 +239,8 @@ class Run:
         self.add(policy.start())
         policy.since = time.monotonic()
         where = f" at {service.url}" if service.url else ""
-        console.print(
-            f"[bold]{service.name}[/] ended ({service.poll()}), started again{where}: "
-            f"{policy.count} of {policy.limit} restarts; see {escape(str(service.log_path))}",
-            soft_wrap=True,
-        )
+        restarts = f"{policy.count} of {policy.limit} restarts; see {service.log_path}"
+        say(f"ended ({service.poll()}), started again{where}: {restarts}", service.name, width=0)
 
     def _abandon(self, service: Service, policy: RestartPolicy, what: str) -> None:
         """Continue without an optional service that has ended. Raises ServiceFailed if the run needs it."""
@@ -254,7 +249,7 @@ class Run:
         self.end(service)
         self.abandoned.add(service.name)
         last = f"last lines of {service.log_path}:\n{service.tail(3)}"
-        console.print(f"[bold red]{service.name}[/] {escape(f'{what}, abandoned; {last}')}", soft_wrap=True)
+        say(f"{what}, abandoned; {last}", service.name, "bold red", width=0)
 
     def _drop_after_training(self, service: Service) -> None:
         """Drop a service: no trainer is left to push weights to a server or train on new groups."""
@@ -265,7 +260,7 @@ class Run:
         if not spare:
             raise service.failure("ended while the run needs it")
         self.end(service)
-        console.print(f"[bold]{service.name}[/] ended ({service.poll()}); the others go on", soft_wrap=True)
+        say(f"ended ({service.poll()}); the others go on", service.name, width=0)
 
     def _others(self, kind: str, service: Service) -> list[Service]:
         """Return the other services of a kind, including those that have ended but may be restarted."""

@@ -9,7 +9,7 @@ import sys
 import time
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.run.status import FINISHED, RunReader, RunStatus, find_run
@@ -56,13 +56,13 @@ def main(given: argparse.Namespace) -> int:
     try:
         status = watch_run(files, console)
     except KeyboardInterrupt:
-        stop = shell_command("stop", files.path)
-        console.print(f"{escape(shown_path(files.path))} goes on; to end it: {escape(stop)}", soft_wrap=True)
+        told = f"{shown_path(files.path)} goes on; to end it: {shell_command('stop', files.path)}"
+        console.print(Text(told), soft_wrap=True)
         return 0
     if status.state == FINISHED:
         show_summary(files, console)
         return 0
     where = f"; see {shown_path(files.log(LAUNCHER))}" if files.log(LAUNCHER).exists() else ""
     told = f"{shown_path(files.path)} {status.state}: {how_to_go_on(status)}{where}"
-    console.print(escape(told), soft_wrap=True)
+    console.print(Text(told), soft_wrap=True)
     return 1

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -80,9 +79,9 @@ class Dashboard:
             grid.add_row(label, content)
         yield Panel(
             grid,
-            title=f"[bold not dim]{escape(self.status.directory.name)}[/]  {state(self.status)}",
+            title=Text.assemble((self.status.directory.name, "bold not dim"), "  ", *_state(self.status)),
             title_align="left",
-            subtitle=escape(self.hint) or None,
+            subtitle=Text(self.hint) if self.hint else None,
             subtitle_align="left",
             border_style="dim",
         )
@@ -114,15 +113,13 @@ class Dashboard:
             yield "alarms", Text("none", "dim")
 
 
-def state(status: RunStatus) -> str:
-    """Return the run's state as markup."""
+def _state(status: RunStatus) -> tuple[tuple[str, str], str]:
+    """Return the run's state with its style, and what follows it."""
     style = {KILLED: "red", ELSEWHERE: "yellow", STARTING: "cyan"}.get(
         status.state, "green" if status.is_alive else "cyan"
     )
-    text = f"[not dim {style}]{status.state}[/]"
-    if status.state == ELSEWHERE:
-        text = f"[{style}]on {escape(status.holder.host)}[/]"
-    return text + (", the trainer waits" if status.waiting and status.is_alive else "")
+    text = f"on {status.holder.host}" if status.state == ELSEWHERE else status.state
+    return (text, f"not dim {style}"), ", the trainer waits" if status.waiting and status.is_alive else ""
 
 
 def _activity(activity: Activity, width: int, ascii_only: bool) -> Rows:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -19,9 +18,9 @@ console = Console(highlight=False)
 _EVERY_SECONDS = 15.0
 
 
-def say(text: str, about: str = "run", style: str = "bold") -> None:
-    """Print a line about the run or a part of it. Nothing in it is markup: a path may have brackets."""
-    console.print(Text.assemble((f"{about:<7}", style), " ", text), soft_wrap=True)
+def say(text: str | Text, label: str = "run", style: str = "bold", width: int = 7) -> None:
+    """Print a label, in a field of ``width`` columns, and a text as it is: what it quotes may look like markup."""
+    console.print(Text.assemble((label.ljust(width), style), " ", text), soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -35,9 +34,13 @@ def progress(what: str, log: Path | None = None) -> Iterator[None]:
         return
     if shows_live(console):
         with Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
         ) as shown:
-            shown.add_task(escape(text), total=None)
+            shown.add_task(text, total=None)
             yield
         return
     done, begin = threading.Event(), time.monotonic()

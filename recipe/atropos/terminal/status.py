@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import is_accuracy, read_metrics, score_of
@@ -38,7 +38,7 @@ def show_summary(files: RunDir, console: Console) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in _rows(files, read_json(files.summary, {})):
-        table.add_row(label, escape(text))
+        table.add_row(Text(label), Text(text))
     console.print(table)
 
 
@@ -84,7 +84,7 @@ def print_state(files: RunDir, console: Console) -> RunStatus:
     if status.state == FINISHED:
         show_summary(files, console)
     elif told := how_to_go_on(status):
-        console.print(escape(told), soft_wrap=True)
+        console.print(Text(told), soft_wrap=True)
     return status
 
 

@@ -15,6 +15,7 @@ import pytest
 from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.__main__ import main
 from recipe.atropos.commands import read_logs, stop_run
+from recipe.atropos.terminal.progress import say
 from recipe.atropos.utils.process import start_time
 
 HOLDER = """
@@ -219,3 +220,20 @@ def test_run_of_this_machine_is_held_under_its_name(tmp_path):
     """What the tests above write is what a run writes."""
     files = make_run(tmp_path / "run")
     assert files.holder().host == socket.gethostname() and files.holder().lives()
+
+
+def test_names_like_markup_are_printed_as_they_are(tmp_path, monkeypatch, capsys):
+    """Of a run, a service and an environment; the launcher's lines, a finished run's table and the list of logs."""
+    monkeypatch.setenv("COLUMNS", "200")
+    files = make_run(tmp_path / "run [a] :bug:", started=1e9)
+    files.logs.mkdir()
+    files.log("[b]").write_text("[c] :bug:\n")
+    found = {"metric": "score", "before": 0.25, "after": 0.5}
+    files.summary.write_bytes(
+        orjson.dumps({"finished_steps": 20, "steps": 20, "heldout": {"[d]": found, "[e]": found}})
+    )
+    assert main(["logs", str(files.path)]) == 0 and main(["status", str(files.path)]) == 0
+    say(f"see {files.path}", "[f]")
+    text = told(capsys)
+    assert "[b] 0 0 [c] :bug:" in text and "held-out [d] 0.25 -> 0.5" in text and "metrics " in text
+    assert f"[f] see {files.path}" in text and text.count("[a] :bug:") >= 3
