@@ -35,7 +35,7 @@ from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.env_specs import fill_warnings
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, expected_failure
+from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, expected_failure, output_may_be_closed
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_flags, check_launch
 from recipe.atropos.launcher.detaching import run_detached
@@ -228,4 +228,5 @@ def _preempt(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with output_may_be_closed():
+        sys.exit(main())

@@ -22,7 +22,7 @@ from recipe.atropos.config.compose import differences, shipped
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, resolve_model
 from recipe.atropos.config.preflight import check_config, check_model_settings
-from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors
+from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors, output_may_be_closed
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.own_gateway import gateway_before
 from recipe.atropos.run.folder import RunDir
@@ -178,6 +178,7 @@ def _hydra_main(composed: DictConfig) -> None:
         sys.exit(1)
 
 
+@output_may_be_closed()
 def main(argv: list[str] | None = None) -> None:
     with one_line_errors():
         sys.argv[1:] = hydra_arguments(sys.argv[1:] if argv is None else argv)

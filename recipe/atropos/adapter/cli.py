@@ -18,6 +18,7 @@ from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.flags import CommandLine, UsageError, take_flag
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, read_bridge
+from recipe.atropos.errors import output_may_be_closed
 from recipe.atropos.utils.private_process import hide_in_output, take_secret_flags
 
 CHECK = "--check"
@@ -53,6 +54,7 @@ def wrong_usage(message: str) -> NoReturn:
     sys.exit(2)
 
 
+@output_may_be_closed()
 def main() -> None:
     secret_flags = take_secret_flags()
     hide_in_output(secret_flags)

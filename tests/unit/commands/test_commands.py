@@ -32,7 +32,15 @@ def test_help_is_answered_at_once_and_lists_every_command():
 
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
-    [(["--help"], "1"), (["train", "--help"], ""), (["train", "--help"], "1"), (["logs", ".", "service"], "")],
+    [
+        ("recipe.atropos --help", "1"),
+        ("recipe.atropos train --help", ""),
+        ("recipe.atropos train --help", "1"),
+        ("recipe.atropos logs . service", ""),
+        ("recipe.atropos.launch_services --help", ""),
+        ("recipe.atropos.main --help", ""),
+        ("recipe.atropos.utils.env_adapter --help", ""),
+    ],
 )
 def test_output_that_nobody_reads_is_no_error(words, unbuffered, tmp_path):
     """As after ``| head``."""
@@ -41,7 +49,7 @@ def test_output_that_nobody_reads_is_no_error(words, unbuffered, tmp_path):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "recipe.atropos", *words],
+        [sys.executable, "-m", *words.split()],
         cwd=tmp_path,
         stdout=write,
         stderr=subprocess.PIPE,
