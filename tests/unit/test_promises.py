@@ -17,7 +17,7 @@ from helpers.runs import run_of
 from helpers.trainer import random_group
 from recipe.atropos.config.compose import compose_config, load_config
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.config.keys import RENAMED
+from recipe.atropos.config.keys import RENAMED, keys_of
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import main, parse_arguments
@@ -48,16 +48,6 @@ def defined(place):
     return True
 
 
-def keys_of(config):
-    def walk(tree, prefix):
-        for name, value in tree.items():
-            yield prefix + str(name)
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-
-    return set(walk(OmegaConf.to_container(config), ""))
-
-
 SAME_KEYS = """
 trainer.atropos.api_url trainer.atropos.timeout trainer.atropos.use_advantages trainer.atropos.fallback_to_grpo
 trainer.atropos.retry_attempts trainer.atropos.retry_delay trainer.atropos.max_wait_time algorithm.adv_estimator
@@ -66,9 +56,9 @@ actor_rollout_ref.rollout.temperature data.max_response_length
 
 
 def test_promises_of_keys_are_in_the_configuration():
-    known = keys_of(compose_config([]))
+    known = dict(keys_of(OmegaConf.to_container(compose_config([]))))
     free = ("environment.args.", "environment.reward_bridge.")
-    assert set(SAME_KEYS) <= set(listed("Keys", "The same:")) & known
+    assert set(SAME_KEYS) <= set(listed("Keys", "The same:")) & known.keys()
     for there, here in rows_of("Keys"):
         for key in (cell.partition("=")[0] for cell in code(here) if "." in cell):
             assert key in known or key.startswith(free), f"{there}: {key}"
@@ -78,23 +68,26 @@ def test_promises_of_renamed_keys_are_refusals_that_name_the_new():
     renamed = {old: code(here)[0] for there, here in rows_of("Keys") for old in code(there)}
     assert set(RENAMED) <= {old for old in renamed} | {old.rpartition(".")[0] for old in renamed}
     for old, new in renamed.items():
-        for given in (f"{old}=3", f"+{old}=3"):
-            with pytest.raises(ConfigurationError, match=rf"^{re.escape(old)}=3: .* give .*{re.escape(new)}"):
-                load_config([MODEL, given])
         top, *below = old.split(".")
         nested = functools.reduce(lambda inner, part: f"{{{part}: {inner}}}", reversed(below), "3")
-        with pytest.raises(ConfigurationError, match=rf"^{re.escape(old)}=3: .* give .*{re.escape(new)}"):
-            load_config([MODEL, f"{top}={nested}"])
+        for given in (f"{old}=3", f"+{old}=3", f"{top}={nested}"):
+            with pytest.raises(ConfigurationError, match=rf"^{re.escape(old)}=3: .* give .*{re.escape(new)}"):
+                load_config([MODEL, given])
+
+
+def told_instead(*given):
+    """What each line of the refusal names: what was given, and what to give."""
+    with pytest.raises(ConfigurationError) as refusal:
+        load_config([MODEL, *given])
+    return [line.partition(": this key has another name here; give ")[::2] for line in str(refusal.value).splitlines()]
 
 
 def test_promises_of_renamed_keys_name_each_of_them_and_no_other():
-    with pytest.raises(ConfigurationError) as refusal:
-        load_config([MODEL, "optim={lr: 1e-5, clip_grad: 1.0}", "model={strategy: fsdp2}", "advantage_clipping=null"])
-    assert str(refusal.value).splitlines() == [
-        "optim.lr=1e-05: this key has another name here; give actor_rollout_ref.actor.optim.lr=1e-05",
-        "optim.clip_grad=1.0: this key has another name here; give actor_rollout_ref.actor.optim.clip_grad=1.0",
-        "model.strategy=fsdp2: this key has another name here; give actor_rollout_ref.actor.strategy=fsdp2",
-        "advantage_clipping=null: this key has another name here; give trainer.atropos.advantage_clipping=null",
+    assert told_instead("optim={lr: 1e-5, clip_grad: 1.0}", "model={strategy: fsdp2}", "advantage_clipping=null") == [
+        ("optim.lr=1e-05", "actor_rollout_ref.actor.optim.lr=1e-05"),
+        ("optim.clip_grad=1.0", "actor_rollout_ref.actor.optim.clip_grad=1.0"),
+        ("model.strategy=fsdp2", "actor_rollout_ref.actor.strategy=fsdp2"),
+        ("advantage_clipping=null", "trainer.atropos.advantage_clipping=null"),
     ]
     assert load_config([MODEL, "environment.args={lr: 3, optim: {lr: 2}}"]).environment.args.optim.lr == 2
 
@@ -133,14 +126,11 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
     file.write_text(OF_THE_VERL_DOCUMENT)
     config = load_config([MODEL, f"config={file}"])
     assert config.trainer.atropos.api_url == "http://localhost:9001" and config.trainer.atropos.max_wait_time == 30
-    with pytest.raises(
-        ConfigurationError, match="^trainer.atropos.api_url is set by the launcher, .* give api.host and api.port"
-    ):
+    set_by_it = "^trainer.atropos.api_url is set by the launcher, .* give api.host and api.port"
+    with pytest.raises(ConfigurationError, match=set_by_it):
         plan_run([MODEL, f"config={file}"])
     file.write_text(OF_THE_SFT_DOCUMENT)
-    with pytest.raises(ConfigurationError) as refusal:
-        load_config([MODEL, f"config={file}"])
-    told = [line.partition(": this key has another name here; give ")[::2] for line in str(refusal.value).splitlines()]
+    told = told_instead(f"config={file}")
     assert told == [
         ("use_advantage_weighting=true", "actor_rollout_ref.actor.policy_loss.loss_mode=advantage_weighted_sft"),
         ("advantage_normalization=batch", "trainer.atropos.advantage_normalization=batch"),
