@@ -55,8 +55,10 @@ trainer: {save_freq: -1, logger: []}
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
     """Working folder of both terminals: a model, a CPU's settings, a checkout, and GSM8K in place of the hub's."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cached"))  # else another folder of this name is found there
     make_boxed_policy(tmp_path / "model")
     (tmp_path / "cpu.yaml").write_text(DEVICE)
     for name in ("openai/gsm8k", "gsm8k"):
@@ -99,8 +101,6 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
     """The stock environment by what the launcher prints: BaseEnv ignores the document's own --openai.base_url."""
     monkeypatch.setenv("ATROPOS_API_KEY", KEY)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cached"))  # else another folder of this name is found there
     launcher = launched_at_default_ports(terminal, folder)
     assert f'"api_key": "{KEY}"' in launcher.text, "the key that is given is every service's"
     url = "--env.rollout_server_url http://localhost:8000"
@@ -130,8 +130,7 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
 def test_promises_launcher_trains_by_the_documents_command(terminal, folder):
     """Without ``environment.target=null`` it starts an environment itself; another one may join it all the same."""
     launch = words("python -m recipe.atropos.launch_services --model model --steps 1000 --gpus 1")
-    variables = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cached")}
-    launcher = terminal([*launch, "--config=cpu.yaml"], folder, **variables)
+    launcher = terminal([*launch, "--config=cpu.yaml"], folder)
     launcher.wait_for_step(2, folder / "runs" / "default")
     assert "held-out accuracy" in launcher.text
     prompts = "".join(path.read_text() for path in (folder / "runs" / "default" / "rollouts").iterdir())
@@ -152,8 +151,6 @@ def by_hand(heading, ports):
 @pytest.mark.timeout(2400)
 def test_promises_services_by_hand_train_to_the_end(terminal, folder, monkeypatch):
     """Each by the quick start's command; the trainer with further overrides. It leaves no folder of Hydra's."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cached"))
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
     ports = {port: free_port() for port in (8000, 9001, 9002)}
     api, _, trainer, environment, server = by_hand("Starting the services yourself", ports)
