@@ -18,7 +18,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.config.compose import differences, shipped
+from recipe.atropos.config.compose import differences
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, resolve_model
 from recipe.atropos.config.preflight import check_config, check_model_settings
@@ -172,7 +172,7 @@ def _hydra_main(composed: DictConfig) -> None:
     try:
         with one_line_errors():
             config = checked_config(composed)
-        train(config, differences(composed, shipped(None)))
+        train(config, differences(composed))
     except Exception:  # Hydra would print the arguments, which may hold keys, and half of the traceback
         traceback.print_exc()
         sys.exit(1)

@@ -18,7 +18,7 @@ from recipe.atropos.checkpoint.export import export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.commands.export_model import add_arguments
 from recipe.atropos.config.compose import resolved
-from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.derived import set_waits
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
-from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.derived import set_waits
 from recipe.atropos.inference.own_gateway import gateway_before
 
 CPU_OVERRIDES = [

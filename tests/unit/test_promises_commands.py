@@ -25,7 +25,6 @@ from recipe.atropos.config.compose import (
     load_complete,
     load_config,
     load_recorded,
-    shipped,
 )
 from recipe.atropos.environments import gsm8k_upstream
 from recipe.atropos.environments.gsm8k import GSM8kEnvConfig
@@ -154,7 +153,7 @@ def test_promises_config_of_a_trainer_has_its_services(tmp_path, model_path, mon
     monkeypatch.setattr(main, "_train", lambda config: None)
     monkeypatch.setattr(main, "installed_versions", lambda python: {})
     composed = compose_config(["preset=demo", *given])
-    main.train(load_config(["preset=demo", *given]), differences(composed, shipped(None)))
+    main.train(load_config(["preset=demo", *given]), differences(composed))
     file = f"config={tmp_path / 'config.yaml'}"
     assert load_config([file]).inference.urls == ["http://127.0.0.1:1"]
     with pytest.raises(ConfigurationError, match="inference.urls is set by the launcher"):

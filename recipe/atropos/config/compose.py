@@ -41,7 +41,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.derived import set_waits
 from recipe.atropos.config.keys import checked, flat, keys_of, of_all, unsupported, without_effect
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
 from recipe.atropos.errors import ConfigurationError
@@ -107,13 +107,13 @@ def _shipped(preset: str | None) -> bytes:
         return pickle.dumps(compose("trainer", overrides=[f"preset={preset}"] if preset is not None else []))
 
 
-def load_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
-    """Compose, resolve and check. ``tell`` is called with messages for the user.
+def load_config(overrides: Sequence[str]) -> DictConfig:
+    """Compose, resolve and check.
 
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
     """
-    return set_waits(resolved(compose_config(overrides, tell)))
+    return set_waits(resolved(compose_config(overrides)))
 
 
 def resolved(composed: DictConfig) -> DictConfig:
@@ -137,7 +137,10 @@ def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:
 
 
 def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
-    """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema."""
+    """Compose as ``load_config`` does, with interpolations, and values not yet checked by the schema.
+
+    ``tell`` is called with messages for the user.
+    """
     return compose_values(given_values(overrides), tell)
 
 
@@ -258,19 +261,15 @@ def _read(file: Any) -> dict[str, Any]:
     return found
 
 
-def differences(config: DictConfig, base: DictConfig) -> dict[str, Any]:
-    """Return the values of ``config``, with interpolations, that differ from those of ``base``, by dotted key."""
-    old, new = (dict(leaves(OmegaConf.to_container(each))) for each in (base, config))
+def differences(config: DictConfig) -> dict[str, Any]:
+    """Return the values of ``config``, with interpolations, that ``trainer.yaml`` does not have, by dotted key."""
+    old, new = (dict(leaves(OmegaConf.to_container(each))) for each in (shipped(None), config))
     return {key: value for key, value in new.items() if key not in old or old[key] != value}
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a nested mapping; an empty mapping is a value, OmegaConf's "missing" is skipped."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{name}.")
-        elif value != "???":
-            yield f"{prefix}{name}", value
+def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Return (dotted key, value) of a nested mapping; an empty mapping is a value, OmegaConf's "missing" is skipped."""
+    return (item for item in keys_of(values) if item[1] != "???" and not (isinstance(item[1], dict) and item[1]))
 
 
 def _parse(text: str) -> Override:

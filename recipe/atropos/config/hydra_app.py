@@ -26,7 +26,7 @@ from recipe.atropos.config.compose import (
     resolved,
     shipped,
 )
-from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.derived import set_waits
 from recipe.atropos.config.keys import is_free
 from recipe.atropos.errors import ConfigurationError
 
@@ -90,5 +90,5 @@ def checked_config(composed: DictConfig) -> DictConfig:
                 f"{key} is missing: key=null leaves an option out; a configuration of your own needs "
                 "defaults: [trainer, _self_]"
             )
-    compose_values([*differences(composed, shipped(None)).items()])
+    compose_values([*differences(composed).items()])
     return set_waits(resolved(composed))

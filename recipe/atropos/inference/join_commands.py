@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from recipe.atropos.config.concurrency import groups_in_flight, request_limits
+from recipe.atropos.config.derived import groups_in_flight, request_limits
 from recipe.atropos.config.env_specs import NO_STEP_LIMIT, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.utils.hosts import reachable, reachable_from_others

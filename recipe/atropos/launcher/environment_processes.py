@@ -31,8 +31,7 @@ from omegaconf import OmegaConf
 
 import recipe
 from recipe.atropos.adapter.settings import WARNING, AdapterSettings
-from recipe.atropos.config.concurrency import groups_in_flight
-from recipe.atropos.config.derived_timeouts import worker_timeout
+from recipe.atropos.config.derived import groups_in_flight, worker_timeout
 from recipe.atropos.config.env_specs import EnvironmentSpec, options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all

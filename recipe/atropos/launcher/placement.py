@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from recipe.atropos.config.concurrency import sequences_in_flight
+from recipe.atropos.config.derived import sequences_in_flight
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python

@@ -16,10 +16,9 @@ from recipe.atropos.config.compose import (
     differences,
     given_keys,
     resolved,
-    shipped,
     with_values,
 )
-from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.derived import set_waits
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import ConfigurationError
@@ -53,7 +52,7 @@ class RunPlan:
 
     def given(self) -> dict[str, Any]:
         """Return what differs from ``trainer.yaml``, by key, with interpolations."""
-        return differences(self.composed, shipped(None))
+        return differences(self.composed)
 
     def complete(self, addresses: Mapping[str, Any] | None = None) -> DictConfig:
         """Return the trainer's configuration: what was composed, with what the launcher has decided since.

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
-from recipe.atropos.config.concurrency import request_limits
+from recipe.atropos.config.derived import request_limits
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import Inference, serves
 from recipe.atropos.utils.hosts import reachable

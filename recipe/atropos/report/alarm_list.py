@@ -7,7 +7,7 @@ servers told while the run went on is not in its files; a server that kept old w
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from recipe.atropos.config.derived_timeouts import derived_wait
+from recipe.atropos.config.derived import derived_wait
 from recipe.atropos.report.run_history import History, shown
 from recipe.atropos.run.alarm_lines import by_alarm
 from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN

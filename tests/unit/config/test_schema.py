@@ -253,13 +253,13 @@ def test_schema_unsupported_keys_are_verls():
 def test_schema_preset_does_not_leak_into_another_environment():
     told = []
     other = ["preset=reward_bridge", "environment.target=their.env", "environment.args.size=3"]
-    config = load_config(other, told.append)
+    config = compose_config(other, told.append)
     assert config.environment.args == {"size": 3} and config.environment.reward_bridge is None
     assert len(told) == 2 and "environment.args is for recipe.atropos.environments.gsm8k" in told[0]
-    same = load_config(["preset=demo", "environment.target=recipe.atropos.environments.gsm8k", "seed=5"], told.append)
-    assert same.environment.args.seed == 5 and len(told) == 2
+    same = ["preset=demo", "environment.target=recipe.atropos.environments.gsm8k", "seed=5"]
+    assert compose_config(same, told.append).environment.args.seed == 5 and len(told) == 2
     assert load_config(["preset=demo", "environment.args={}"]).environment.args == {}
-    one = load_config(["preset=two_environments", "environments.sums.target=their.env"], told.append)
+    one = load_config(["preset=two_environments", "environments.sums.target=their.env"])
     assert one.environments.sums.args == {} and one.environments.word_problems.args.steps_per_eval == 0
 
 

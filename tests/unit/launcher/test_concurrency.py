@@ -9,7 +9,7 @@ from helpers.runs import run_of
 from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.concurrency import groups_in_flight, request_limits
+from recipe.atropos.config.derived import groups_in_flight, request_limits
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.join_commands import join_settings
 from recipe.atropos.launcher.environment_processes import environment_command

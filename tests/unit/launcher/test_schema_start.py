@@ -13,7 +13,7 @@ import pytest
 from helpers.interpreter import make_interpreter, write_environment
 from helpers.runs import run_of
 from recipe.atropos.config.compose import compose_overrides, load_config, resolved
-from recipe.atropos.config.derived_timeouts import set_waits
+from recipe.atropos.config.derived import set_waits
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.models import SMALL_POLICIES, PolicyNotMade, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config

@@ -1,4 +1,5 @@
-"""How many groups an environment keeps in flight: enough to keep servers busy while the trainer waits for a batch.
+"""What the configuration leaves open: timeouts, derived from the maximum answer length, and how many groups an
+environment keeps in flight, enough to keep servers busy while the trainer waits for a batch.
 
 BaseEnv's default is 8 groups per server address, and the gateway is one address for any number of servers.
 """
@@ -6,14 +7,44 @@ BaseEnv's default is 8 groups per server address, and the gateway is one address
 import math
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from recipe.atropos.config.derived_timeouts import answer_seconds
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 
+_SLOWEST = 5.0  # tokens per second of one sequence among many
+_LEAST = {"trainer.atropos.max_wait_time": 600.0, "evaluation.timeout": 300.0}
+_ANSWERS = {"trainer.atropos.max_wait_time": 4, "evaluation.timeout": 2}
 _LEAST_GROUPS = 8  # BaseEnv's default
 _AHEAD = 1  # batches sampled ahead where max_staleness sets no limit
 _REQUESTS, _SECONDS = 512, 1200  # atroposlib's defaults for a server
+
+
+def answer_seconds(config: DictConfig) -> int:
+    """Return the seconds that the longest answer may take."""
+    return math.ceil(config.data.max_response_length / _SLOWEST)
+
+
+def derived_wait(key: str, max_response_length: int) -> float:
+    """Return the seconds of a timeout that is null: ``_ANSWERS`` of the longest (tokens), and at least ``_LEAST``."""
+    return max(_LEAST[key], _ANSWERS[key] * float(math.ceil(max_response_length / _SLOWEST)))
+
+
+def worker_timeout(config: DictConfig) -> float:
+    """Return the seconds that an environment's item may take: well below the longest wait for a batch, so that a hung
+    item is replaced before the run ends for want of its group.
+    """
+    return config.trainer.atropos.max_wait_time / 2
+
+
+def set_waits(config: DictConfig) -> DictConfig:
+    """Set null timeouts for a batch and an evaluation.
+
+    A run's ``config.yaml`` keeps null: the next run that uses it may have longer answers.
+    """
+    for key in _LEAST:
+        if OmegaConf.select(config, key) is None:
+            OmegaConf.update(config, key, derived_wait(key, config.data.max_response_length))
+    return config
 
 
 def groups_in_flight(config: DictConfig, spec: EnvironmentSpec | None = None) -> int:
