@@ -245,7 +245,7 @@ def services(folder: Path, step: Step) -> Iterator[tuple[dict[str, Service], lis
         healthy(started["api"], partial(answer, [api]))
         healthy(started["sessions"], partial(answer, [sessions]))
         environments = started["environments"]
-        healthy(environments, lambda: READY in environments.log_path.read_text())
+        healthy(environments, lambda: asyncio.sleep(0, READY in environments.log_path.read_text()))
         yield started, servers
     finally:
         for service in started.values():
@@ -261,7 +261,7 @@ async def answer(urls: Sequence[str]) -> bool:
     return True
 
 
-def healthy(service: Service, check: Callable[[], bool | Awaitable[bool]]) -> None:
+def healthy(service: Service, check: Callable[[], Awaitable[bool]]) -> None:
     asyncio.run(wait_until_healthy(service, check, START_SECONDS))
 
 

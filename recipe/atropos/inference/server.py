@@ -380,7 +380,7 @@ def saver_variables(python: str) -> dict[str, str]:
     folders = sorted({str(path.parent) for path in packages_of(python).glob("nvidia/*/lib/libcudart.so.*")})
     given = os.environ.get("LD_LIBRARY_PATH")
     variables = {"LD_LIBRARY_PATH": os.pathsep.join([*folders, *([given] if given else [])])} if folders else {}
-    return variables | without_expandable_segments(os.environ)  # expandable segments cannot be released
+    return variables | without_expandable_segments()  # expandable segments cannot be released
 
 
 def check_saver(python: str) -> None:

@@ -13,7 +13,6 @@ import glob
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
@@ -114,14 +113,14 @@ def nccl_variables() -> dict[str, str]:
     return {name: os.environ.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
 
 
-def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's allocator variables that enable expandable segments, without that option; {} if none does.
+def without_expandable_segments() -> dict[str, str]:
+    """Return torch's allocator variables that enable expandable segments here, without that option; {} if none does.
 
     Memory of such a segment can neither be shared with every process of the user nor be released while it is in use.
     """
     found = {}
     for name in _ALLOCATOR_VARIABLES:
-        options = environment.get(name, "").split(",")
+        options = os.environ.get(name, "").split(",")
         kept = [option for option in options if option.replace(" ", "").lower() != "expandable_segments:true"]
         if len(kept) < len(options):
             found[name] = ",".join(kept)

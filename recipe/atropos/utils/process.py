@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import random
 import shutil
@@ -42,7 +41,7 @@ RUN_ID_VARIABLE = "ATROPOS_RUN_ID"
 """Environment variable that marks a service's processes: the ids of the services that they belong to, outermost first,
 joined by ":". A service started by a service carries both marks, so stopping the outer one ends the inner one too."""
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _CHECK_SECONDS = 0.2, 0.1
 _KILL_SECONDS = 5.0
 _CLOCK_SECONDS = 2.0  # by which a process's start time may differ later: the clock may have been set since
 _TICKS_SECONDS = 0.1  # by which it may differ since the boot, in ticks of 10 ms
@@ -344,18 +343,17 @@ def run_command(
 
 async def wait_until_healthy(
     service: Service | Callable[[], Service],
-    check: Callable[[], bool | Awaitable[bool]],
+    check: Callable[[], Awaitable[bool]],
     timeout: float,
     *,
     what: str = "healthy",
     key: str = "",
-    interval: float = 0.1,
 ) -> float:
-    """Wait until `check()` is true and return the seconds that it took.
+    """Wait until `await check()` is true and return the seconds that it took.
 
-    `service` may be a function that returns it, if it may be restarted meanwhile. `check` may be a coroutine function.
-    False, an OSError or a TimeoutError mean "not yet"; any other exception propagates. ``key``: the setting of
-    ``timeout``. The service is not stopped: the caller decides.
+    `service` may be a function that returns it, if it may be restarted meanwhile. False, an OSError or a TimeoutError
+    mean "not yet"; any other exception propagates. ``key``: the setting of ``timeout``. The service is not stopped: the
+    caller decides.
 
     Raises:
         ServiceFailed: the process ended, or `timeout` seconds went by.
@@ -371,14 +369,11 @@ async def wait_until_healthy(
         if remaining <= 0:
             raise current.failure(f"not {target} within {timeout:g} s{f' ({key})' if key else ''}{reason}")
         try:
-            result = check()
-            if inspect.isawaitable(result):
-                result = await asyncio.wait_for(result, remaining)
-            if result:
+            if await asyncio.wait_for(check(), remaining):
                 return time.monotonic() - begin
         except (OSError, TimeoutError) as error:
             reason = f" (the last check said: {error!r})"
-        await asyncio.sleep(interval)
+        await asyncio.sleep(_CHECK_SECONDS)
 
 
 def start_time(pid: int) -> float | None:

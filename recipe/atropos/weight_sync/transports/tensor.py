@@ -98,7 +98,7 @@ class TensorTransport(WeightTransport, name="tensor"):
             with contextlib.ExitStack() as stack:
                 # The handle of an expandable segment is a file descriptor, which a kernel that restricts ptrace gives
                 # only to a parent process (torch's CUDACachingAllocator).
-                if without_expandable_segments(os.environ):
+                if without_expandable_segments():
                     set_expandable_segments(False)
                     stack.callback(set_expandable_segments, True)
                 return torch.empty(size, dtype=torch.uint8, device=get_device_id())
