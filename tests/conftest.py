@@ -58,6 +58,16 @@ def no_lock_of_verl_is_left() -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+@pytest.fixture
+def no_wandb_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has logged in to W&B, whose files are in ``tmp_path``."""
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME"):
+        monkeypatch.setenv(name, "")  # so that what is set meanwhile is taken back
+        monkeypatch.delenv(name)
+    for name, path in (("HOME", tmp_path), ("NETRC", tmp_path / "netrc"), ("WANDB_CONFIG_DIR", tmp_path)):
+        monkeypatch.setenv(name, str(path))
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """The event loop of asynchronous tests, which anyio's plugin runs."""

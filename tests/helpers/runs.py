@@ -3,11 +3,13 @@
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import orjson
 
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES
 from recipe.atropos.utils.files import write_atomic
@@ -19,6 +21,17 @@ CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_stalene
 def run_of(config, folder, composed=None):
     """A run of a configuration, whatever its command line was."""
     return Run(RunPlan(config, config if composed is None else composed, RunDir(folder)))
+
+
+def prepare_trainer(run, monkeypatch, *evaluated):
+    """Do what comes before a run's trainer starts; return the process that would: name, command and variables."""
+
+    def start(name, command, **variables):
+        return SimpleNamespace(name=name, command=command, variables=variables)
+
+    monkeypatch.setattr(run, "start", start)
+    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
+    return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, *evaluated)
 
 
 def metrics_line(step, score=0.5, seconds=2.0, **more):

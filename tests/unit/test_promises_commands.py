@@ -5,7 +5,6 @@ import copy
 import os
 import sys
 import time
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -13,7 +12,7 @@ import wandb
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
-from helpers.runs import run_of
+from helpers.runs import prepare_trainer, run_of
 from recipe.atropos import main
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys, prepare_folder
@@ -32,7 +31,6 @@ from recipe.atropos.environments.word_problems import GSM8K, load_problems
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
-from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
 from recipe.atropos.workers.actor import engine_settings
@@ -107,12 +105,10 @@ def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file
     file = run_file("preset=two_environments", "trainer.atropos.max_staleness=1")
     config = load_complete(tmp_path / "config.yaml")
     run = run_of(config, tmp_path, compose_config(["preset=two_environments"]))
-    monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
-    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
-    start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, tmp_path / "evaluated")
-    complete = load_complete(tmp_path / "config.yaml")
-    assert complete.inference.urls == inference.urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
-    assert engine_settings(complete)["urls"] == inference.urls
+    prepare_trainer(run, monkeypatch, tmp_path / "evaluated")
+    complete, urls = load_complete(tmp_path / "config.yaml"), ["http://127.0.0.1:1"]
+    assert complete.inference.urls == urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
+    assert engine_settings(complete)["urls"] == urls
     before = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert before["trainer"]["atropos"]["max_wait_time"] is None and complete.trainer.atropos.max_wait_time == 600
     older = before | {"actor_rollout_ref": copy.deepcopy(before["actor_rollout_ref"])}
@@ -133,10 +129,8 @@ def test_a_restarted_trainer_goes_on_from_its_own_start(tmp_path, monkeypatch, s
 
     overrides = ["preset=demo", f"run.dir={tmp_path}", "trainer.resume_mode=disable"]
     run = run_of(load_config(overrides), tmp_path, compose_config(overrides))
-    monkeypatch.setattr(run, "start", lambda name, *_, **__: SimpleNamespace(name=name))
-    inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
     save(20)
-    start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
+    prepare_trainer(run, monkeypatch)
     modes = [run.complete.trainer.resume_mode]
     for step in (None, 20):
         if step is not None:
@@ -237,11 +231,7 @@ def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, caps
     assert ("the policy stays no/such-model, and its tokenizer t" in told) == plain, told
 
 
-def test_promises_wandb_stays_on_for_a_login_to_its_host(monkeypatch, tmp_path, capsys):
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in (("NETRC", tmp_path / "netrc"), ("WANDB_CONFIG_DIR", tmp_path)):
-        monkeypatch.setenv(name, str(value))
+def test_promises_wandb_stays_on_for_a_login_to_its_host(monkeypatch, no_wandb_login, tmp_path, capsys):
     (tmp_path / "netrc").write_text(f"machine wb.corp.com login user password {'5' * 40}\n")
     env, servers = BaseEnvConfig(tokenizer_name="t", use_wandb=True), [one_server()]
     assert not defaults.complete(env, servers, {}, {})[0].use_wandb, "a login elsewhere is none"

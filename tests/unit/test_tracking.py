@@ -17,12 +17,7 @@ ROLLOUTS = [
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_RESUME"):
-        monkeypatch.setenv(name, "")  # so that what is set here is taken back
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no login
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+def config(no_wandb_login, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tensorboard"))
 

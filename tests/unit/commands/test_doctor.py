@@ -79,12 +79,7 @@ def test_doctor_counts_the_checkpoints_that_the_disk_must_hold(results):
     assert "logs and trajectories" in results("trainer.save_freq=-1")["disk"].message
 
 
-def test_doctor_looks_for_a_login_to_wandb(results, tmp_path, monkeypatch):
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-
+def test_doctor_looks_for_a_login_to_wandb(results, no_wandb_login, tmp_path, monkeypatch):
     def found():
         return results("trainer.logger=[console,wandb]")["wandb"]
 

@@ -23,11 +23,6 @@ def data_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
-    return read_history(healthy_run(tmp_path_factory.mktemp("healthy")))
-
-
 def test_the_page_has_all_sections_of_a_run(healthy):
     [run] = data_of(write_report(healthy.run.path).read_text())["runs"]
     charts = {chart["id"] for chart in run["curves"]}

@@ -4,7 +4,6 @@ import itertools
 import re
 
 import orjson
-import pytest
 
 from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import healthy_run
@@ -44,11 +43,6 @@ def test_rows_of_long_answers_are_not_all_kept_whole(tmp_path):
     found = rollouts_of(read_history(run.path))
     assert sum(len(each["output"]) for kept in found.values() for each in kept) < 3 * (ROWS * 60_002 + 64 * 4_000)
     assert [each["output"] for each in chosen_rows(found[2])] == [each["output"] for each in chosen_rows(rows)]
-
-
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
-    return read_history(healthy_run(tmp_path_factory.mktemp("healthy")))
 
 
 def test_samples_have_tokens_with_mask_logprob_and_advantage(healthy):
