@@ -96,9 +96,9 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
     config = config.copy()
     config.trainer.device, config.inference.colocated = "cuda", colocated
     set_micro_batches(config, flash_is_installed())
-    server = _server(config, model, memory, colocated)
+    server = _server(config, model, memory)
     trainer = _trainer(config, model)  # last: it may add an adapter to the model
-    return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory, colocated)))
+    return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory)))
 
 
 def _on_meta(config: DictConfig) -> PreTrainedModel:
@@ -270,7 +270,7 @@ def _launch(config: DictConfig) -> SGLangLaunch:
     return SGLangLaunch("", extra_args=config.inference.args)
 
 
-def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: bool) -> ServerPlan:
+def _server(config: DictConfig, model: PreTrainedModel, memory: int) -> ServerPlan:
     text = model.config.get_text_config()
     flags = _launch(config).extra_args
     gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # each data-parallel rank has all of it
@@ -278,7 +278,7 @@ def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: 
     share = float(
         flags.get("mem_fraction_static")
         or config.inference.mem_fraction_static
-        or (COLOCATED_SHARE if colocated else _SGLANG_SHARE)
+        or (COLOCATED_SHARE if config.inference.colocated else _SGLANG_SHARE)
     )
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -288,11 +288,9 @@ def _server(config: DictConfig, model: PreTrainedModel, memory: int, colocated: 
     return ServerPlan(weights, tokens * token, tokens)
 
 
-def _problems(
-    config: DictConfig, trainer: TrainerPlan, server: ServerPlan, memory: int, colocated: bool
-) -> Iterator[str]:
+def _problems(config: DictConfig, trainer: TrainerPlan, server: ServerPlan, memory: int) -> Iterator[str]:
     """Yield what does not fit, each with the setting to change."""
-    room = int(_LARGEST_SHARE * memory)
+    room, colocated = int(_LARGEST_SHARE * memory), config.inference.colocated
     kept = _KEPT_BY_SERVERS if colocated else 0
     if trainer.peak + kept > room:
         parts = trainer.parts

@@ -193,15 +193,14 @@ def _occurs_in(tokens: list[int], logprobs: list[float] | None, sampled: list[in
 
 
 def show(result: Verified, console: Console, table: bool = False) -> None:
-    """Print the result; ``table``: also a line for each token of the rows."""
+    """Print the result to a console without markup; ``table``: also a line for each token of the rows."""
     env, tokenizer = result.env, result.env.tokenizer
     config = env.config
     console.print(
         f"{type(env).__name__} of {type(env).__module__}: group_size {config.group_size}, tokenizer "
         f"{config.tokenizer_name}, max_token_length {config.max_token_length}",
-        markup=False,
     )
-    console.print(f"item: {result.item!r:.{_SHOWN_TEXT}}", markup=False)
+    console.print(f"item: {result.item!r:.{_SHOWN_TEXT}}")
     for number, exchange in enumerate(result.exchanges):
         console.rule(f"call {number}: what the environment asked, what the server answered", align="left")
         _show_exchange(exchange, console, tokenizer)
@@ -220,33 +219,32 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
         *(f"trained on, but in no reply: {span}" for span in result.not_sampled),
     ]
     for reason in reasons or ["nothing"]:
-        console.print(f"- {reason}", markup=False)
+        console.print(f"- {reason}")
     if result.error is not None:
         console.print(Text("".join(traceback.format_exception(result.error)), style="red"))
     trained = sum(int(row.mask.sum()) for row in result.rows)
     verdict = f"{len(result.rows)} rows with {trained} trained tokens"
     if result.rows:
         verdict += ", not all of them sampled" if result.not_sampled else ", all sampled by the server"
-    console.print(f"{'ok' if result.ok else 'NOT OK'}: {verdict}", markup=False)
+    console.print(f"{'ok' if result.ok else 'NOT OK'}: {verdict}")
 
 
 def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None:
     params = orjson.dumps(exchange.params, default=repr).decode()
-    console.print(f"sampled with {params} in {exchange.seconds:.2f} s", markup=False)
+    console.print(f"sampled with {params} in {exchange.seconds:.2f} s")
     if exchange.messages is None:
         console.print("messages: none, the environment wrote the prompt")
     for message in exchange.messages or []:
-        console.print(printable(f"  {message.get('role')}: {message.get('content')}"), markup=False)
-    console.print(f"prompt, {len(exchange.prompt)} tokens: {_brief_ids(exchange.prompt)}", markup=False)
+        console.print(printable(f"  {message.get('role')}: {message.get('content')}"))
+    console.print(f"prompt, {len(exchange.prompt)} tokens: {_brief_ids(exchange.prompt)}")
     console.print(Text(printable(tokenizer.decode(exchange.prompt)), style="bright_black"))
     if not exchange.answers:
-        console.print(f"no answer: {exchange.error or 'canceled'}", markup=False)
+        console.print(f"no answer: {exchange.error or 'canceled'}")
     for choice, answer in enumerate(exchange.answers):
         versions = "unknown" if answer.versions is None else " to ".join(map(str, dict.fromkeys(answer.versions)))
         console.print(
             f"answer {choice}, {len(answer.tokens)} tokens, {answer.finish.get('type')}, weight version {versions}: "
             f"{_brief_ids(answer.tokens)}",
-            markup=False,
         )
         console.print(Text(printable(tokenizer.decode(answer.tokens)), style="green"))
 
@@ -256,11 +254,11 @@ def _show_groups(result: Verified, console: Console) -> None:
     for number, group in enumerate(returned):
         scored = isinstance(group, dict) and "scores" in group
         became = f"scores {group['scores']}" if scored else f"{group!r:.{_SHOWN_TEXT}}, so nothing is sent"
-        console.print(f"group {number}: {became}", markup=False)
+        console.print(f"group {number}: {became}")
     console.print(f"sent: {len(result.posted)} of {len(returned)} groups")
     for number, group in enumerate(result.posted):
         overrides = orjson.dumps(group.get("group_overrides")).decode()
-        console.print(f"sent group {number}: scores {group['scores']}, group_overrides {overrides}", markup=False)
+        console.print(f"sent group {number}: scores {group['scores']}, group_overrides {overrides}")
 
 
 def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) -> None:
@@ -274,7 +272,6 @@ def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) 
             f"{len(row.response)} of response, {int(row.mask.sum())} trained, "
             f"{'with' if row.log_probs is not None else 'WITHOUT'} logprobs, weight versions {row.versions[0]} to "
             f"{row.versions[1]}{' (not pushed by a trainer)' if row.versions[0] == NOT_PUSHED else ''}",
-            markup=False,
         )
         tokens = [
             {
@@ -323,5 +320,5 @@ def main(given: argparse.Namespace) -> int:
         raise
     except ValueError as error:
         raise ConfigurationError(f"{given.env}: {error}") from error
-    show(result, Console(highlight=False), given.table)
+    show(result, Console(highlight=False, markup=False), given.table)
     return 0 if result.ok else 1

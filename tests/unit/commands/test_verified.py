@@ -33,7 +33,7 @@ class Names:
 
 def test_a_call_that_failed_is_shown_with_its_error(capsys):
     error = InferenceError("http://server", "/generate", "broken", 500)
-    _show_exchange(Exchange([1, 2], {"n": 2}, error=error), Console(width=120), Names())
+    _show_exchange(Exchange([1, 2], {"n": 2}, error=error), Console(width=120, markup=False), Names())
     assert "prompt, 2 tokens: 1 2" in (shown := capsys.readouterr().out)
     assert "no answer: http://server/generate: HTTP 500: broken" in shown
 
@@ -42,7 +42,7 @@ def test_what_a_model_said_has_no_control_characters(capsys):
     reply = SampledReply("", [4, 5], [-0.5, -0.25], {}, None)
     exchange = Exchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
     names = SimpleNamespace(decode=lambda ids: f"\x1b]0;title\x07{ids}")
-    _show_exchange(exchange, Console(width=120), names)
+    _show_exchange(exchange, Console(width=120, markup=False), names)
     assert "user: what?" in (shown := capsys.readouterr().out) and "[4, 5]\n" in shown and "\x1b" not in shown
 
 
@@ -55,7 +55,7 @@ def test_what_a_model_said_has_no_control_characters(capsys):
     ],
 )
 def test_what_is_no_group_is_shown_as_it_is(returned, shown, capsys):
-    _show_groups(Verified(None, None, [], returned), Console(width=120))
+    _show_groups(Verified(None, None, [], returned), Console(width=120, markup=False))
     assert shown in " ".join(capsys.readouterr().out.split())
 
 
