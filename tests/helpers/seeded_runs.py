@@ -73,6 +73,16 @@ class Seeded:
             line["metrics"][line["main"]] = (94 + 2 * (line["step"] > 0)) / 256
         rewrite_lines(self.run.evaluations, evaluations)
 
+    @staticmethod
+    def set_ages(line: dict[str, Any], rows: dict[int, float], **others: float) -> None:
+        """Let a step have so many rows of each age in updates."""
+        for key in [key for key in line if key.startswith("atropos/staleness/")]:
+            del line[key]
+        ages = {"min": min(rows), "max": max(rows), "mean": sum(rows) / len(rows)}
+        line |= {f"atropos/staleness/rows_{age}": n for age, n in rows.items()}
+        line |= {f"atropos/staleness/{name}": float(age) for name, age in ages.items()}
+        line |= {f"atropos/logprob_diff/{name}": value for name, value in others.items()}
+
     def rewrite_rows(self, change: Callable[[dict[str, Any], int], None]) -> None:
         """Change the recorded rows from the fault on; ``change`` gets a row and its place."""
         for path in self.run.rollouts.glob("*.jsonl"):
@@ -174,10 +184,7 @@ def stale_samples(run: Seeded) -> None:
     run.no_gain()
     for line in run.late:
         age = min(14, 2 + (line["step"] - FROM))
-        for key in [key for key in line if key.startswith("atropos/staleness/")]:
-            del line[key]
-        line |= {f"atropos/staleness/{name}": float(age) for name in ("mean", "min", "max")}
-        line |= {f"atropos/staleness/rows_{age}": line["atropos/rows"], "atropos/logprob_diff/mean": 0.01 * age}
+        run.set_ages(line, {age: line["atropos/rows"]}, mean=0.01 * age)
 
     def aged(row: dict[str, Any], place: int) -> None:
         version = row["step"] - 1 - min(14, 2 + row["step"] - FROM)
@@ -203,17 +210,9 @@ def server_out_of_sync(run: Seeded) -> None:
     run.set("max_staleness", "null")
     run.no_gain()
     for line in run.late:
-        age, half = line["step"] - FROM, line["atropos/rows"] / 2
-        for key in [key for key in line if key.startswith("atropos/staleness/")]:
-            del line[key]
-        if age <= 2:
-            ages = {age: line["atropos/rows"]}
-        else:
-            ages = {2: half, age: half}
-        line |= {f"atropos/staleness/rows_{age}": n for age, n in ages.items()}
-        line |= {"atropos/staleness/min": float(min(ages)), "atropos/staleness/max": float(max(ages))}
-        line |= {"atropos/staleness/mean": sum(ages) / len(ages), "atropos/logprob_diff/mean": 0.002 + 0.004 * age}
-        line |= {"atropos/logprob_diff/max": 0.3 + 0.05 * age}
+        age, rows = line["step"] - FROM, line["atropos/rows"]
+        ages = {age: rows} if age <= 2 else {2: rows / 2, age: rows / 2}
+        run.set_ages(line, ages, mean=0.002 + 0.004 * age, max=0.3 + 0.05 * age)
 
     def kept(row: dict[str, Any], place: int) -> None:
         version = FROM - 1 if place % 2 else row["step"] - 3

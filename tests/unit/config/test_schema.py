@@ -62,7 +62,6 @@ REFUSED = [
     ("trainer.total_training_steps", None, "total_training_steps=null: give a whole number"),
     ("trainer.total_training_steps", 0, "total_training_steps=0: give 1 or more"),
     ("trainer.logger", ["wandbb"], "trainer.logger[0]=wandbb; choose one of wandb, mlflow"),
-    (f"{ATROPOS}.max_stalenes", 1, "max_stalenes: no such key; did you mean trainer.atropos.max_staleness?"),
     (f"{ATROPOS}.max_staleness", True, "max_staleness=true: give a whole number, or null"),
     (f"{ATROPOS}.api_url", "localhost:8000", "api_url=localhost:8000: give a string that matches"),
     (f"{ATROPOS}.timeout", float("nan"), "timeout=NaN: give a finite number"),
@@ -159,7 +158,6 @@ UNKNOWN = {
 }
 WITHOUT_EFFECT = {
     "data.train_files=[a]": "environment.args.KEY",
-    "data.val_files=b": "environment.args.KEY",
     "data={train_files: a}": "environment.args.KEY",
     "custom_reward_function.path=f.py": "environment.reward_bridge",
     "reward_model.enable=true": "environment.reward_bridge",
