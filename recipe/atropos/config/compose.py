@@ -273,7 +273,7 @@ def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _parse(text: str) -> Override:
-    name = text.partition("=")[0]
+    name = re.split("[:=]", text)[0]
     shown = f"{name}={HIDDEN}" if any(map(is_secret, re.split(r"[^\w.-]+", text))) else text
     try:
         override = OverridesParser.create().parse_override(text)

@@ -97,6 +97,7 @@ NESTED = [
     [
         *("inference.api_key=123456", "inference.api_key={a: 123456}", "inference={api_key: 123456}"),
         *("inference.api_key=1,123456", "inference.api_key=123456[", "inference={api_key: 123456, a"),
+        *("inference.api_key: 123456", "{api_key: 123456"),
         *(
             "+inference.api_key.a=123456",
             "environment.args=[{api_key: 123456}]",
