@@ -6,12 +6,11 @@ import sys
 import time
 
 import pytest
-import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from helpers import ROOT
 from helpers.boxed_policy import make_boxed_policy
-from helpers.gsm8k_checkout import make_checkout, write_problems
+from helpers.gsm8k_checkout import make_checkout, write_hub_data
 from helpers.terminal import told_command
 from recipe.atropos.adapter import defaults
 from recipe.atropos.inference.server import sglang_python
@@ -62,11 +61,10 @@ def folder(tmp_path, monkeypatch):
     make_boxed_policy(tmp_path / "model")
     (tmp_path / "cpu.yaml").write_text(DEVICE)
     for name in ("openai/gsm8k", "gsm8k"):
-        write_problems(tmp_path / name / "main", test=2)
-        files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
-        card = {"configs": [{"config_name": "main", "data_files": files}]}  # as the hub's has it
-        (tmp_path / name / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+        write_hub_data(tmp_path / name, test=2)
     make_checkout(tmp_path / "atropos")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cached"))  # else another folder of this name is found there
     return tmp_path
 
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.boxed_policy import make_boxed_policy
-from helpers.gsm8k_checkout import write_problems
+from helpers.gsm8k_checkout import write_hub_data
 from helpers.loss import assert_taught, in_the_loss
 from helpers.services import get, post
 from helpers.sglang import call, running_sglang
@@ -97,9 +97,7 @@ def test_promises_atropos_teacher_environment_reaches_the_loss(checkout, server,
     """The policy is its own teacher: what is sent are the logprobs that it samples with."""
     model = make_boxed_policy(tmp_path / "boxed")
     call(server, lambda client: client.update_weights_from_disk(model, "0"))
-    data = write_problems(tmp_path / "gsm8k" / "main")
-    files = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
-    (data.parent / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+    write_hub_data(tmp_path / "gsm8k")
     of_both = {"base_url": f"{server}/v1", "model_name": model, "server_type": "sglang"}
     flags = {f"{of}.{key}": value for of in ("openai", "teacher") for key, value in of_both.items()}
     flags |= {"env.tokenizer_name": model, "env.max_token_length": 1200, "teacher.tokenizer_name": model}

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import yaml
+
 from helpers.boxed_policy import ANSWERS
 from helpers.environments import gsm8k_server
 
@@ -22,3 +24,11 @@ def write_problems(folder, test=6):
         rows = [{"question": f"{split} {i}?", "answer": f"so\n#### {ANSWERS[i % 2]}"} for i in range(size)]
         (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
+
+
+def write_hub_data(folder, **sizes):
+    """The same, as the hub has GSM8K: with a card that names the files."""
+    write_problems(folder / "main", **sizes)
+    files = [{"split": split, "path": f"main/{split}.jsonl"} for split in ("train", "test")]
+    card = {"configs": [{"config_name": "main", "data_files": files}]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
