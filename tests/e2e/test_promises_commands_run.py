@@ -56,8 +56,6 @@ trainer: {save_freq: -1, logger: []}
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Working folder of both terminals: a model, a CPU's settings, a checkout, and GSM8K in place of the hub's."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cached"))  # else another folder of this name is found there
     make_boxed_policy(tmp_path / "model")
     (tmp_path / "cpu.yaml").write_text(DEVICE)
     for name in ("openai/gsm8k", "gsm8k"):
