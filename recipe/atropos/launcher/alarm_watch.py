@@ -6,7 +6,8 @@ Guarantees:
 - an alarm is printed when it is raised and when it is cleared, appended to ``alarms.jsonl`` before, and counted in
   ``summary.json`` over all starts of the run;
 - an alarm in ``watchdog.stop_on`` ends the run, with that alarm as the error;
-- alarms that an earlier start left raised are cleared: what still shows is found again.
+- alarms that an earlier start left raised are cleared: what still shows is found again;
+- while the machine is suspended, nothing counts as silent.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from recipe.atropos.watchdog.history import History, Limits
 from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 _ASK_SECONDS = 5.0  # between two requests to the services
+_SUSPENDED_SECONDS = 5.0  # by which the time of day runs ahead, and clocks that are set now and then do not
 
 
 class AlarmRaised(AtroposError, RuntimeError):
@@ -62,6 +64,7 @@ class AlarmWatch:
         for line in left_open(self._lines):
             self._record({**line, "state": "cleared", "time": time.time(), "step": version})
         self._account()
+        self._ahead = time.time() - time.monotonic()
         self._asking = asyncio.create_task(self._keep_asking())
 
     async def poll(self, lines: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -70,7 +73,7 @@ class AlarmWatch:
         Raises:
             AlarmRaised: an alarm of ``watchdog.stop_on``.
         """
-        history = self.watchdog.history
+        history, now = self.watchdog.history, self._now()
         for line in lines:
             history.add_step(line)
         for name, reader in self._readers:
@@ -84,7 +87,7 @@ class AlarmWatch:
                 which = "it" if spec.replicas == 1 else f"of its {spec.replicas} replicas, {', '.join(lost)}"
                 history.environment(name).goes_on = len(lost) < spec.replicas
                 history.environment(name).abandoned = f"{which} was abandoned after {spec.max_restarts} restarts"
-        changed = self.watchdog.changes(time.time())
+        changed = self.watchdog.changes(now)
         for change in changed:
             self._record(change)
             _print(change)
@@ -94,18 +97,26 @@ class AlarmWatch:
             if change["state"] == "raised" and change["alarm"] in self._stop_on:
                 raise AlarmRaised(f"watchdog.stop_on: {described(change)}")
 
+    def _now(self) -> float:
+        """Return the time of day; if the machine was suspended since the last call, tell the history before."""
+        now, before = time.time(), self._ahead
+        self._ahead = now - time.monotonic()  # which stands still meanwhile
+        if self._ahead - before > _SUSPENDED_SECONDS:
+            self.watchdog.history.suspended(now)
+        return now
+
     async def _keep_asking(self) -> None:
         history = self.watchdog.history
         while True:
             with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
                 async with self._run.api_client(self._api_url) as api:
-                    history.add_api(await api.diagnose(), time.time())
+                    history.add_api(await api.diagnose(), self._now())
             if self._inference is not None:
                 status = await self._inference.status()
                 if self._run.files.servers_offloaded.exists():
-                    history.servers_rest(time.time())
+                    history.servers_rest(self._now())
                 else:
-                    history.add_gateway(status, time.time())
+                    history.add_gateway(status, self._now())
             await asyncio.sleep(_ASK_SECONDS)
 
     def _record(self, line: dict[str, Any]) -> None:

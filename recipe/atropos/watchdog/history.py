@@ -67,11 +67,11 @@ class Pulse:
     def move(self, now: float) -> None:
         if self.moves:
             self.longest = max(self.longest, now - self.last)
-        self.last, self.moves = now, self.moves + 1
+        self.last, self.moves = max(self.last, now), self.moves + 1
 
     def rest(self, now: float) -> None:
         """Note that there is nothing to do, or that nothing can be told: silence begins now at the earliest."""
-        self.last = now
+        self.last = max(self.last, now)
 
     def skip(self, seconds: float, now: float) -> None:
         """Note that of the silence until ``now``, so many seconds do not count."""
@@ -265,12 +265,24 @@ class History:
         from that of environments, whose items wait for them. One that hangs is silent between such rests too.
         """
         rested = 0.0 if self.polled is None else now - self.polled
-        self.behind, self.polled = None, now
+        self.polled = now
+        self._forget_silence(now)
+        for environment in self.environments.values():
+            environment.pulse.skip(rested, now)
+
+    def suspended(self, now: float) -> None:
+        """Note that the machine was suspended until now: whatever is silent may have been so for no time at all."""
+        self.gateway_silent = None
+        self._forget_silence(now)
+        for environment in self.environments.values():
+            environment.pulse.rest(now)
+
+    def _forget_silence(self, now: float) -> None:
+        """Let the silence of all servers begin now."""
+        self.behind = None
         for server in self.servers.values():
             server.since = now
             server.pulse.rest(now)
-        for environment in self.environments.values():
-            environment.pulse.skip(rested, now)
 
     def sampling(self, now: float) -> bool:
         """Return whether the servers finish the requests that they have: what hangs then is not waiting for them."""

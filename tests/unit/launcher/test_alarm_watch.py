@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from helpers import ROOT
 from helpers.runs import run_of
 from helpers.trainer import compose_config
+from recipe.atropos.launcher import alarm_watch as module
 from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
@@ -103,6 +106,33 @@ def test_alarm_watch_reads_reports_of_this_start_alone(tmp_path):
     shown = watch(tmp_path, step(1))
     assert "environment_raises (gsm8k), since step 1: no group; 40 of 40 items raised: KeyError (40)" in shown
     assert f"see {tmp_path}/logs/environment.log" in shown
+
+
+@pytest.mark.parametrize(("suspended", "alarms"), [(0.0, ["environment_silent"]), (1000.0, [])])
+def test_alarm_watch_counts_no_silence_of_a_suspension(tmp_path, monkeypatch, suspended, alarms):
+    """Of a laptop, for example: the time of day goes on, and nothing else."""
+    begun = time.time()
+    clock = SimpleNamespace(time=partial(float, begun), monotonic=partial(float, begun))
+    monkeypatch.setattr(module, "time", clock)
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
+
+    async def look():
+        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
+            alarm_watch.watchdog.history.add_gateway({"version": 0, "held": 0, "servers": []}, begun)
+            path = run.files.environment_report("gsm8k")
+            path.parent.mkdir()
+            append_line(path, {"time": begun + 1, "env": "gsm8k", "started": True})
+            for passed, slept in ((2.0, 0.0), (1002.0, suspended)):
+                clock.time = partial(float, begun + passed)
+                clock.monotonic = partial(float, begun + passed - slept)
+                await alarm_watch.poll()
+                append_line(path, {"time": begun + 1, "in_flight": 1, "means": {}, "counts": {"items": 1}})
+
+    try:
+        asyncio.run(look())
+    finally:
+        run.stop()
+    assert [line["alarm"] for line in read_lines(run.files.alarms)] == alarms
 
 
 def test_alarms_have_a_text_each_and_a_row_in_the_docs():
