@@ -27,6 +27,7 @@ from recipe.atropos.utils.process import (
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_settings, secret_variables
 from recipe.atropos.utils.sockets import reserve
 
+_FORGOTTEN_SECONDS = 120.0  # for a gateway to answer once the trainer has ended: longer than its start takes
 API_PORT = 8000  # used if free: the default address of Atropos environments
 
 
@@ -144,11 +145,18 @@ def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path 
 async def first_version(run: Run, inference: Inference) -> int:
     """Wait for the trainer's first push and return its version; no environment may start before it."""
     version: Any = None
+    ended: float | None = None
 
     async def pushed() -> bool:
-        nonlocal version
+        nonlocal version, ended
         run.check()
         version = await inference.version()
+        if version is None and (trainer := run.services["trainer"]).poll() == 0:  # it pushed, and will not again
+            ended = ended or time.monotonic()
+            if time.monotonic() - ended > _FORGOTTEN_SECONDS:
+                raise trainer.failure(
+                    "has ended, and the gateway, started again, does not know which weights it pushed"
+                )
         return version is not None
 
     timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout

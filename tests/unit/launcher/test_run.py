@@ -22,6 +22,7 @@ from helpers.waiting import until
 from recipe.atropos.errors import Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
+from recipe.atropos.launcher import startup
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
@@ -147,6 +148,16 @@ def test_a_start_that_takes_too_long_names_its_limit(run):
     ):
         with pytest.raises(ServiceFailed, match=told):
             asyncio.run(wait)
+
+
+def test_weights_that_a_gateway_forgot_are_not_awaited(run, monkeypatch):
+    """A trainer of a run that has trained all steps pushes once and ends; nobody tells a gateway that starts later."""
+    run.config = compose_config("actor_rollout_ref.model.path=m")
+    monkeypatch.setattr(startup, "_FORGOTTEN_SECONDS", 0.5)
+    run.start("trainer", END).process.wait(20)
+    inference = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
+    with pytest.raises(ServiceFailed, match="trainer: has ended, and the gateway, .* exit code 0"):
+        asyncio.run(asyncio.wait_for(first_version(run, inference), 20))
 
 
 def test_a_restart_that_held_is_forgotten(run, monkeypatch):
