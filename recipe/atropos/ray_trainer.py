@@ -132,6 +132,9 @@ class RayGRPOAtroposTrainer:
             try:
                 for self.global_steps in range(done + 1, total + 1):
                     self.fit_step()
+                self.global_steps = total + 1  # which is not trained
+                self._end_if_preempted()
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the same command exports the model again
             finally:
                 with secondary_errors():
                     self.checkpoint_manager.onload_servers()
@@ -334,9 +337,8 @@ class RayGRPOAtroposTrainer:
     @property
     def _pushes(self) -> bool:
         """Whether this step ends with a push of its weights; for one that SIGUSR1 makes the last, nobody samples."""
-        return self._is_last_step or not (
-            self.preempted or self.global_steps % self.config.trainer.atropos.weight_sync.every
-        )
+        every = self.config.trainer.atropos.weight_sync.every
+        return not self.preempted and (self._is_last_step or self.global_steps % every == 0)
 
     def _write_rollouts(self, batch: DataProto) -> None:
         """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""

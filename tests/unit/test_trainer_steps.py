@@ -132,33 +132,40 @@ def test_a_trainer_preempted_as_it_waits_saves_its_last_step(trainer, saved, sav
     assert steps == [POLICY][saved == POLICY :] and trainer.record.totals.batches == 0
 
 
-def test_a_trainer_is_preempted_at_once_until_its_first_push(trainer, monkeypatch):
-    """Servers may load for longer than SLURM waits, and there is nothing to save; later, it ends by itself."""
+@pytest.mark.parametrize("preempted", [True, False])
+def test_a_trainer_is_preempted_at_once_but_while_it_trains(trainer, monkeypatch, preempted):
+    """Servers may load for longer than SLURM waits, and there is nothing to save; an export may take longer too, and is
+    made again. In between it ends by itself, also after its last step.
+    """
     monkeypatch.setattr(ray_trainer, "Trackers", lambda *_: contextlib.nullcontext())
     before, found = signal.getsignal(signal.SIGUSR1), []
-    trainer.global_steps, trainer.total_training_steps, trainer.preempted = 0, 1, False
+    trainer.global_steps, trainer.total_training_steps = 0, 1
+    trainer.preempted, trainer._saved_step = False, 0
     trainer._load_checkpoint = lambda: None
     trainer._register = lambda _: contextlib.nullcontext()
     trainer.checkpoint_manager = SimpleNamespace(
         update_weights=lambda _: found.append(signal.getsignal(signal.SIGUSR1)), onload_servers=lambda: None
     )
-    trainer.fit_step = lambda: (os.kill(os.getpid(), signal.SIGUSR1), found.append(trainer.preempted))
+    trainer._save_checkpoint = lambda: found.append(trainer.global_steps)
+    trainer.fit_step = lambda: preempted and os.kill(os.getpid(), signal.SIGUSR1)
     try:
-        trainer.fit()
+        with pytest.raises(Preempted, match="after step 1;") if preempted else contextlib.nullcontext():
+            trainer.fit()
+        assert preempted or signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert found == [before, True]
+    assert found == [before, *[1] * preempted] and trainer.preempted is preempted, "saved if it was not before"
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_trainer_preempted_waits_for_no_answer(trainer, last, monkeypatch):
-    """Nor does it push the weights of its last step, unless they are to be evaluated."""
+    """Nor does it push the weights of its last step: a resumed run does so, and evaluates them."""
     monkeypatch.setattr(ray_trainer, "open_source", lambda *arguments: arguments[-1])
     waits = trainer._register(0)
     trainer.preempted, trainer.total_training_steps = False, POLICY + 2 - last
     assert waits() and trainer._pushes
     trainer.preempted = True
-    assert not waits() and trainer._pushes is last
+    assert not waits() and not trainer._pushes
 
 
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):

@@ -183,14 +183,15 @@ class Run:
 
         Raises:
             ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
-            Preempted: the trainer has ended as ``preempt`` asked, or was killed after that.
+            Preempted: the run was preempted, and its trainer has ended as that asked, was killed or is done: what is
+                still to come, such as the last evaluation, may take longer than there is.
             FolderRemoved: the run's folder was removed, whatever may have made one there since.
         """
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
         status = RECOVERABLE if trainer is None else trainer.poll()
-        if status is not None and (status == RECOVERABLE or status < 0):
+        if status is not None and (status == RECOVERABLE or status <= 0):
             self.check_preempted()
         for service in tuple(self.services.values()):
             status = service.poll()
