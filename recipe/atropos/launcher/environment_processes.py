@@ -5,8 +5,8 @@ Guarantees:
 - each runs through the adapter in a separate process, under its own name, and reports to ``environments/NAME.jsonl``;
   with ``replicas``, in several (``adapter.replicas``), of which each is started, restarted and abandoned by itself;
 - an environment that ends before its first registration has failed to start: it ends the run, with its last log lines;
-- an environment that ends later is restarted up to ``max_restarts`` times and then abandoned; when no other is left,
-  the run ends;
+- one that ends later, or is lost with the node on which Ray has placed it, is restarted up to ``max_restarts`` times
+  and then abandoned; when no other is left, the run ends;
 - the registration of a process that has ended is removed from the Trajectory API, so that the other environments fill
   its share of each batch. Otherwise the allocation of a dead environment would block every batch forever.
 """
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -246,6 +247,7 @@ class _State:
     service: Service | None = None
     started: float = 0.0
     is_registered: bool = False  # the current process
+    was_registered: bool = False  # one of this start's processes
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
     counts: Counter[str] = field(default_factory=Counter)  # of earlier processes
     present: Counter[str] = field(default_factory=Counter)
@@ -275,6 +277,11 @@ class _State:
             if "registered" in line:
                 self.registrations.append((line["pid"], line["registered"]))
                 self.is_registered |= self.service is not None and line["pid"] == self.service.pid
+                self.was_registered |= self.is_registered
+
+    def recovers(self, status: int) -> bool:
+        """Whether a restart can help after this exit status: before the first registration, an error would repeat."""
+        return self.was_registered or (self.spec.placement == "ray" and status == -signal.SIGKILL)
 
 
 class Environments:
@@ -293,7 +300,13 @@ class Environments:
     def start(self) -> None:
         for state in self._states:
             if state.replica < state.spec.replicas:
-                self._start(state)
+                limit, key = state.spec.max_restarts, f"{state.spec.key}.max_restarts"
+                start = partial(self._start, state)
+                policy = RestartPolicy(start, limit, "environment", recovers=state.recovers, key=key, optional=True)
+                if state.spec.placement == "ray":
+                    policy.awaited = partial(self._run.cluster.awaited, state.name)
+                self._run.restart_policies[state.name] = policy
+                start()
 
     def _start(self, state: _State) -> Service:
         spec, config = state.spec, self._run.config
@@ -325,18 +338,9 @@ class Environments:
         """
         for state in self._states:
             state.read()
-            if state.is_registered and state.name not in self._run.restart_policies:
-                self._enable_restarts(state)
             await self._deregister_dead(state)
             if state.service is not None:
                 self._check_start(state)
-
-    def _enable_restarts(self, state: _State) -> None:
-        limit, key = state.spec.max_restarts, f"{state.spec.key}.max_restarts"
-        policy = RestartPolicy(partial(self._start, state), limit, kind="environment", key=key, optional=True)
-        if state.spec.placement == "ray":
-            policy.awaited = partial(self._run.cluster.awaited, state.name)
-        self._run.restart_policies[state.name] = policy
 
     async def _deregister_dead(self, state: _State) -> None:
         for pid, number in tuple(state.registrations):
@@ -357,7 +361,7 @@ class Environments:
         service, limit = state.service, state.spec.start_timeout
         if state.is_registered or service.poll() is not None or time.monotonic() - state.started < limit:
             return
-        if state.name not in self._run.restart_policies:
+        if not state.was_registered:
             raise service.failure(
                 f"has not registered with the Trajectory API within {state.spec.key}.start_timeout={limit:g} s"
             )

@@ -1,5 +1,6 @@
 """Several environments in one run: what the configuration may say, and what is counted of one that is given up."""
 
+import contextlib
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from recipe.atropos.launcher.environment_processes import Environments, _State, 
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
 from recipe.atropos.utils.files import LineReader, append_line
-from recipe.atropos.utils.process import ServiceFailed
+from recipe.atropos.utils.process import Service, ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
 
@@ -171,6 +172,31 @@ def test_environment_given_up_leaves_the_run_to_the_others(tmp_path, capsys, lim
             run.check()
     finally:
         run.stop()
+
+
+@pytest.mark.parametrize(("status", "starts"), [(-9, 2), (1, 1)])
+def test_environment_lost_before_it_starts_is_placed_elsewhere(tmp_path, status, starts):
+    """Minutes pass between the reservation of a place and the start; an error of its own would repeat itself."""
+    run, log = run_of(config("environments.a={target: m, placement: ray}"), tmp_path), tmp_path / "a.log"
+    log.touch()
+
+    class Placed(Service):
+        def poll(self):
+            return status if self.pid == 1 else None
+
+        def stop(self, grace=0.0): ...
+
+    started = []
+    run.cluster = SimpleNamespace(
+        awaited=lambda name: "",
+        start_program=lambda name, *_, **__: started.append(name) or Placed(name, len(started), log),
+        close=lambda: None,
+    )
+    Environments(run, "http://api", "http://server").start()
+    with pytest.raises(ServiceFailed, match="ended while") if starts == 1 else contextlib.nullcontext():
+        run.check()
+    run.stop()
+    assert started == ["environment-a"] * starts
 
 
 def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
