@@ -1,5 +1,6 @@
 """Services that Ray places, in a real Ray of this machine: what they get from the launcher, and lost actors."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.waiting import until
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher import on_ray
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("cluster")]
@@ -48,6 +50,24 @@ def test_a_place_that_is_lost_before_its_start_is_found_anew(placed, tmp_path):
     until(lambda: placed.awaited("program"), 60)
     until(lambda: not placed.awaited("program"), 60)
     assert output_of(placed, tmp_path, "echo", "here") == (0, "here\n")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "servers", "labels", "room"),
+    [
+        ([8, 8, 0], 4, {}, None),
+        ([8, 8, 0], 5, {}, "with 8, 8, 0 GPUs, have room for 4"),
+        ([3, 3], 1, {}, "have room for 0"),
+        ([3, 3], 1, {"ray.io/node-group": "workers"}, None),
+    ],
+)
+def test_servers_for_which_no_node_has_room_are_refused(monkeypatch, gpus, servers, labels, room):
+    """At once, unless an autoscaler may add nodes; those that are lost do not count."""
+    nodes = [{"Alive": True, "Resources": {"GPU": own} if own else {}, "Labels": labels} for own in gpus]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"Alive": False, "Resources": {"GPU": 8}, "Labels": {}}])
+    with pytest.raises(ConfigurationError, match=room) if room else contextlib.nullcontext():
+        on_ray.check_room([{"CPU": 1.0, "GPU": 4.0}] * servers)
+    on_ray.check_room([{"CPU": 1.0}] * servers)
 
 
 def test_a_launcher_that_has_left_its_cluster_starts_no_ray():

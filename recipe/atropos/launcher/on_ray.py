@@ -41,6 +41,7 @@ from recipe.atropos.utils.scratch import Scratch
 LOST = -9  # the exit status of a service whose node or actor is gone
 _LOOK_SECONDS = 0.5  # between two looks at a service
 _CALL_SECONDS = 120.0  # for an actor to check and start a service
+_NODE_GROUP = "ray.io/node-group"  # label of the nodes of a cluster with an autoscaler
 _CHUNK, _LOG_BYTES = 1 << 20, 16 << 20  # of a log: read at once, kept on the node
 
 
@@ -184,6 +185,7 @@ class Cluster:
 
     Raises:
         AtroposError: the cluster cannot be reached.
+        ConfigurationError: its nodes have too few GPUs for the servers, and no autoscaler adds others.
     """
 
     def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch], programs: Collection[str]):
@@ -195,6 +197,7 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         self._seats: dict[str, _Seat] = {}
         servers = {name: _resources(launch) for name, launch in launches.items()}
+        check_room(servers.values())
         self._reserve(servers, "PACK", f"{config.run.name}_servers")
         self._reserve({name: {"CPU": 1.0} for name in programs}, "SPREAD", f"{config.run.name}_environments")
 
@@ -271,6 +274,21 @@ class Cluster:
         for group in self._groups:
             remove_placement_group(group)
         ray.shutdown()
+
+
+def check_room(servers: Collection[Mapping[str, float]]) -> None:
+    """Refuse servers, by their resources, for which idle nodes would have no room; an autoscaler may add more."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    gpus = max((server.get("GPU", 0.0) for server in servers), default=0.0)
+    if not gpus or any(_NODE_GROUP in node["Labels"] for node in nodes):
+        return
+    each = [node["Resources"].get("GPU", 0.0) for node in nodes]
+    if (room := sum(int(own // gpus) for own in each)) < len(servers):
+        raise ConfigurationError(
+            f"inference.servers={len(servers)} of {gpus:g} GPUs each: the nodes of the Ray cluster, with "
+            f"{', '.join(f'{own:g}' for own in each)} GPUs, have room for {room}; lower inference.servers or "
+            "inference.args.tp_size, or add nodes before the start"
+        )
 
 
 def _resources(launch: SGLangLaunch) -> dict[str, float]:
