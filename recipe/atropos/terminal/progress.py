@@ -1,6 +1,8 @@
 """Progress display for slow operations: what is running, for how long, and where its log is."""
 
 import contextlib
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +15,23 @@ from rich.text import Text
 from recipe.atropos.terminal.dashboard import shown_path
 from recipe.atropos.terminal.live_view import LiveView, shows_live
 
-console = Console(highlight=False)
+
+class _LastingConsole(Console):
+    """Goes on, without output, once its terminal is gone, as it is for a job that a shell has disowned."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            for number in (1, 2):
+                os.dup2(nothing, number)
+            os.close(nothing)
+
+
+console = _LastingConsole(highlight=False)
 
 _EVERY_SECONDS = 15.0
 
