@@ -38,10 +38,11 @@ from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all
 from recipe.atropos.inference.join_commands import adapter_flags, policy_settings
 from recipe.atropos.launcher.services import RestartPolicy, Run
+from recipe.atropos.run.item_counts import ItemCounts
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
-from recipe.atropos.utils.files import LineReader, append_line, write_atomic
+from recipe.atropos.utils.files import LineReader, append_line, read_lines, write_atomic
 from recipe.atropos.utils.machine import run_program
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, stop_all, unstopped
 from recipe.atropos.utils.scratch import current
@@ -236,9 +237,8 @@ def _own_flags(spec: EnvironmentSpec) -> dict[str, Any]:
 
 @dataclass
 class _State:
-    """State of one replica: its current process, and the counts of all its processes.
-
-    One of an earlier start of the run, which had more, has no process.
+    """One replica: its current process, and the registrations of all. One of an earlier start of the run, which had
+    more, has no process.
     """
 
     spec: EnvironmentSpec
@@ -249,8 +249,6 @@ class _State:
     is_registered: bool = False  # the current process
     was_registered: bool = False  # one of this start's processes
     registrations: list[tuple[int, int]] = field(default_factory=list)  # (pid, number at the API), not yet removed
-    counts: Counter[str] = field(default_factory=Counter)  # of earlier processes
-    present: Counter[str] = field(default_factory=Counter)
 
     @property
     def name(self) -> str:
@@ -261,19 +259,9 @@ class _State:
         """Of the current process, if it runs."""
         return None if self.service is None or self.service.poll() is not None else self.service.pid
 
-    @property
-    def totals(self) -> Counter[str]:
-        """Counts of all processes. ``items``: all begun; ``in_flight``: those unfinished, or lost with a process."""
-        return self.counts + self.present
-
     def read(self) -> None:
         """Process the report's new lines."""
         for line in self.reader.new_lines():
-            if "started" in line:  # a new process counts from 0
-                self.counts, self.present = self.totals, Counter()
-            if "counts" in line:
-                in_flight = line["in_flight"]
-                self.present = Counter(line["counts"]) + Counter({"items": in_flight, "in_flight": in_flight})
             if "registered" in line:
                 self.registrations.append((line["pid"], line["registered"]))
                 self.is_registered |= self.service is not None and line["pid"] == self.service.pid
@@ -368,27 +356,26 @@ class Environments:
         service.stop()  # Run.check restarts or abandons it
 
     def stop(self) -> None:
-        """Stop all running environments, and read their final counts.
+        """Stop all running environments.
 
         Raises:
             ServiceFailed, DiskFull: the first failure, once the others are stopped too.
         """
         running = [state.service for state in self._states if state.service in self._run.services.values()]
-        attempt_all(
-            [
-                partial(stop_all, running),
-                *(partial(self._run.end, service) for service in running),
-                *(state.read for state in self._states),
-            ]
-        )
+        attempt_all([partial(stop_all, running), *(partial(self._run.end, service) for service in running)])
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """Return, by name, the counts of all processes, ``restarts``, and whether the environment was ``abandoned``."""
-        found = {}
+        """Return, by name, the counts of all processes, ``restarts``, and whether the environment was ``abandoned``.
+
+        ``items`` counts all that were begun, and ``in_flight`` those that did not end.
+        """
+        found, counts = {}, {name: ItemCounts() for name in self._run.plan.specs}
         for state in self._states:
-            state.read()
+            for line in read_lines(self._run.files.environment_report(state.spec.name, state.replica)):
+                counts[state.spec.name].add(line)
         for name, spec in self._run.plan.specs.items():
-            totals = sum((state.totals for state in self._states if state.spec is spec), Counter())
+            unfinished = counts[name].lost + counts[name].in_flight.total()
+            totals = counts[name].totals + Counter({"items": unfinished, "in_flight": unfinished})
             policies = [self._run.restart_policies.get(service) for service in spec.services]
             found[name] = {
                 **dict(sorted(totals.items())),

@@ -14,6 +14,7 @@ from typing import Any
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.item_counts import ItemCounts
 from recipe.atropos.run.record import PHASES, read_evaluations, read_metrics
 from recipe.atropos.utils.files import read_json, read_lines, read_yaml
 from recipe.atropos.utils.secret import HIDDEN, without_secrets
@@ -143,19 +144,10 @@ def phases_of(line: Mapping[str, Any]) -> dict[str, float]:
     return {phase: line.get(f"phase_s/{phase}", 0.0) for phase in (*PHASES, "other")}
 
 
-def _added(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], dict[str, int]]]:
-    """Yield what each line adds to the counts before; a replica's begin at 0 when a process of it starts."""
-    latest: dict[int, Mapping[str, int]] = {}
-    for line in lines:
-        replica = line.get("replica", 0)
-        if "counts" not in line:
-            latest[replica] = {} if line.get("started") else latest.get(replica, {})
-            continue
-        counts, before = line["counts"], latest.get(replica, {})
-        if any(counts.get(name, 0) < n for name, n in before.items()):
-            before = {}
-        yield line, {name: n - before.get(name, 0) for name, n in counts.items()}
-        latest[replica] = counts
+def _added(lines: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], Counter[str]]]:
+    """Yield what each line adds to the counts before."""
+    counts = ItemCounts()
+    yield from ((line, counts.add(line)) for line in lines)
 
 
 def _differences(lines: Iterable[Mapping[str, Any]]) -> Iterable[Outcomes]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.atropos.data.reasons import Reason
+from recipe.atropos.run.item_counts import ItemCounts
 
 PREFIX = "atropos/alarms/"
 # Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
@@ -22,6 +23,7 @@ FIRST_STEPS = 20
 _LAST_STEPS, _REPORTS = 1000, 2000
 RECENT_ITEMS = 64  # of an environment, over which shares are computed
 _RATE_SECONDS = 60.0  # over which a server's finished requests are counted
+_KINDS = {"groups_sent": "sent", "groups_written": "sent", "failed": "raised", "retried": "retried"}
 _Counted = tuple[float, int | None, Counter[str]]  # time, step and counts of an environment
 
 
@@ -96,29 +98,24 @@ class EnvironmentHistory:
     score: float | None = None  # mean over everything scored since the report before
     at_last_group: _Counted = (0.0, None, Counter())  # or at the first report
     recent: deque[_Counted] = field(default_factory=lambda: deque(maxlen=_REPORTS))  # empty before the first report
-    _of_process: dict[int, Counter[str]] = field(default_factory=dict)  # by replica
-    _in_flight: Counter[int] = field(default_factory=Counter)  # by replica
+    _items: ItemCounts = field(default_factory=ItemCounts)
 
     @property
     def in_flight(self) -> int:
-        return self._in_flight.total()
+        return self._items.in_flight.total()
 
     def add(self, line: Mapping[str, Any], step: int | None) -> None:
         """Add a line of its report, at ``step``."""
-        now, replica = line["time"], line.get("replica", 0)
-        if "registered" in line:
-            self.numbers[replica] = line["registered"]
-        if "started" in line:  # a new process counts from 0, and registers again
-            self._of_process[replica], self._in_flight[replica], self.numbers[replica] = Counter(), 0, None
+        now = line["time"]
+        if {"registered", "started"} & line.keys():  # a new process registers again
+            self.numbers[line.get("replica", 0)] = line.get("registered")
         if not self.recent:
             self.pulse, self.at_last_group = Pulse(now), (now, step, Counter())
             self.recent.append(self.at_last_group)
+        before, idle = self.counts.copy(), self.in_flight == 0
+        self.counts += _outcomes(self._items.add(line))
         if "counts" not in line:
             return
-        before, idle = self.counts.copy(), self.in_flight == 0
-        present = _outcomes(line["counts"])
-        self.counts = self.counts + (present - self._of_process.get(replica, Counter()))
-        self._of_process[replica], self._in_flight[replica] = present, line["in_flight"]
         self.score = line["means"].get("score", self.score)
         if idle:
             self.pulse.rest(now)
@@ -132,23 +129,15 @@ class EnvironmentHistory:
 
 
 def _outcomes(counts: Mapping[str, int]) -> Counter[str]:
-    """Return an environment's counts by what rules tell apart: items, sent, raised, retried, reasons, and sessions."""
-    found: Counter[str] = Counter()
+    """Return counts of an environment, with those that rules tell apart: sent, raised, retried, and why not sent."""
+    found = Counter(counts)
     for name, n in counts.items():
         kind, _, reason = name.partition("/")
-        if kind == "items":
-            found["items"] += n
-        elif kind in ("groups_sent", "groups_written"):
-            found["sent"] += n
-        elif kind in ("failed", "retried"):
-            found["raised" if kind == "failed" else "retried"] += n
-            found[f"{kind}:{reason}"] += n
-        elif kind == "not_sent":
+        if kind == "not_sent":
             known = reason in (Reason.EQUAL_SCORES, Reason.TOO_LONG, Reason.WRONG_SIZE)
             found[reason if known else "refused"] += n
-            found[f"not sent:{reason}"] += n
-        elif kind == "sessions":
-            found[f"session:{reason}"] += n
+        elif kind in _KINDS:
+            found[_KINDS[kind]] += n
     return found
 
 

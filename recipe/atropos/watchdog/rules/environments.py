@@ -130,12 +130,10 @@ def environment_findings(history: History, now: float) -> Iterator[Finding]:
 def _environment(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
     if environment.abandoned:
         since, step, _ = environment.at_last_group if environment.recent else (now, history.step, None)
-        text = f"{environment.abandoned}{_log_hint(environment)}"
-        yield Finding("environment_silent", text, since, step, environment.name)
+        yield _finding(environment, "environment_silent", environment.abandoned, since, step)
         if not environment.goes_on:
             return
-    found = next(_dry(environment), None) or next(_mostly(environment), None)
-    found = found or next(_silent(history, environment, now), None)
+    found = _dry(environment) or _mostly(environment) or _silent(history, environment, now)
     if (
         found is not None
         and not (found.alarm == "equal_scores" and history.limits.distills)
@@ -150,63 +148,53 @@ def _broken_policy_first(history: History, found: Finding) -> Finding:
     return replace(found, alarm="policy_broken", seen=f"{broken}; {found.seen}") if broken else found
 
 
-def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
-    """Nothing was sent since some time: the reason of most of what ended."""
+def _dry(environment: EnvironmentHistory) -> Finding | None:
+    """Nothing was sent since some time: return the reason of most of what ended."""
     since, step, counts = environment.at_last_group
     new = environment.counts - counts
     if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= new["items"]:
-        text = f"no group; {new['raised']} of {new['items']} items raised: {_names(new, 'failed:')}"
-        yield Finding("environment_raises", text + _log_hint(environment), since, step, environment.name)
-        return
+        text = f"no group; {new['raised']} of {new['items']} items raised: {_names(new, 'failed/')}"
+        return _finding(environment, "environment_raises", text, since, step)
     causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
     lost, name = sum(new[each] for each in causes), max(causes, key=lambda each: new[each])
-    by_chance = new["equal_scores"] + new[f"not sent:{Reason.NO_GROUP}"]
+    by_chance = new["equal_scores"] + new[f"not_sent/{Reason.NO_GROUP}"]
     if lost >= _DRY_BY_CHANCE or lost - by_chance >= max(_DRY, lost / 2):
         cause = _OF_COUNT.get(name, "groups_refused") if 2 * new[name] >= lost else "groups_refused"
-        text = f"no group for {new['items']} items: {_names(new, 'not sent:', 'failed:', 'session:failed')}"
+        text = f"no group for {new['items']} items: {_names(new, 'not_sent/', 'failed/', 'sessions/failed')}"
         if cause == "equal_scores" and environment.score is not None:
             text += f"; mean score {environment.score:.3g}"
         if cause == "equal_scores" and counts["items"]:
             text += f"; before, {counts['sent']} of {counts['items']} items gave a group"
-        yield Finding(cause, text + _log_hint(environment), since, step, environment.name)
+        return _finding(environment, cause, text, since, step)
+    return None
 
 
-def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
+def _mostly(environment: EnvironmentHistory) -> Finding | None:
     """Groups are sent, but as many items are lost. Not for equal scores, whose share rises as a policy learns."""
-    if not environment.recent:
-        return
-    since, step, counts = environment.recent[0]
-    new = environment.counts - counts
-    if new["items"] < RECENT_ITEMS:
-        return
+    since, step, new = _recent(environment)
     for name in ("raised", "too_long", "wrong_size"):
-        if new[name] >= _MOST * new["items"]:
-            what = _names(new, "failed:") if name == "raised" else _OF_COUNT[name]
+        if new["items"] >= RECENT_ITEMS and new[name] >= _MOST * new["items"]:
+            what = _names(new, "failed/") if name == "raised" else _OF_COUNT[name]
             verb = "raised:" if name == "raised" else "were not sent:"
             text = f"{new[name]} of the last {new['items']} items {verb} {what}"
-            yield Finding(_OF_COUNT[name], text + _log_hint(environment), since, step, environment.name)
+            return _finding(environment, _OF_COUNT[name], text, since, step)
+    return None
 
 
-def _silent(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
+def _silent(history: History, environment: EnvironmentHistory, now: float) -> Finding | None:
     numbers = {number for number in environment.numbers.values() if number is not None}
     line = next((line for line in history.api.get("environments", ()) if line["env_id"] in numbers), {})
     if (unseen := line.get("replica_unseen_seconds", line.get("seen_seconds_ago", 0.0))) > history.limits.silent_after:
         since = (history.api_time or now) - unseen
         text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
-        yield Finding(
-            "environment_silent", text + _log_hint(environment), since, history.step_at(since), environment.name
-        )
-        return
+        return _finding(environment, "environment_silent", text, since, history.step_at(since))
     pulse = environment.pulse
-    if environment.in_flight == 0 or not history.sampling(now):
-        return
-    if (quiet := now - pulse.last) > pulse.limit(history.limits):
-        usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
-        text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
-        since = pulse.last
-        yield Finding(
-            "environment_silent", text + _log_hint(environment), since, history.step_at(since), environment.name
-        )
+    quiet = now - pulse.last
+    if environment.in_flight == 0 or not history.sampling(now) or quiet <= pulse.limit(history.limits):
+        return None
+    usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
+    text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
+    return _finding(environment, "environment_silent", text, pulse.last, history.step_at(pulse.last))
 
 
 def _all_gone(history: History, now: float) -> Iterator[Finding]:
@@ -241,11 +229,18 @@ def _equal_groups(history: History) -> Iterator[Finding]:
 def _names(counts: Counter[str], *prefixes: str) -> str:
     """Return the reasons with these prefixes and their numbers, the most frequent first."""
     found = [(n, name) for name, n in counts.items() if name.startswith(prefixes)]
-    return ", ".join(f"{name.partition(':')[2]} ({n})" for n, name in sorted(found, reverse=True)[:4])
+    return ", ".join(f"{name.partition('/')[2]} ({n})" for n, name in sorted(found, reverse=True)[:4])
 
 
-def _log_hint(environment: EnvironmentHistory) -> str:
-    return f"; see {environment.log}" if environment.log else ""
+def _recent(environment: EnvironmentHistory) -> tuple[float, int | None, Counter[str]]:
+    """Return since when, and since which step, there are these counts of its newest items."""
+    since, step, counts = environment.recent[0] if environment.recent else (0.0, None, environment.counts)
+    return since, step, environment.counts - counts
+
+
+def _finding(environment: EnvironmentHistory, alarm: str, seen: str, since: float, step: int | None) -> Finding:
+    log = f"; see {environment.log}" if environment.log else ""
+    return Finding(alarm, seen + log, since, step, environment.name)
 
 
 # ---------------------------------------------------------------- agents, whose runs are sessions
@@ -286,17 +281,16 @@ def agent_findings(history: History, now: float) -> Iterator[Finding]:
 
 def agent_finding(environment: EnvironmentHistory) -> Finding | None:
     """Return what is wrong with an environment's agent, if its recent sessions show it."""
-    since, step, counts = environment.recent[0] if environment.recent else (0.0, None, environment.counts)
-    new = environment.counts - counts
-    ended, with_tools, repeats = (new[f"session:{name}"] for name in ("ended", "with_tools", "with_repeats"))
-    seconds, turns, tokens = (new[f"session:failed/{limit}"] for limit in ("seconds", "turns", "tokens"))
+    since, step, new = _recent(environment)
+    ended, with_tools, repeats = (new[f"sessions/{name}"] for name in ("ended", "with_tools", "with_repeats"))
+    seconds, turns, tokens = (new[f"sessions/failed/{limit}"] for limit in ("seconds", "turns", "tokens"))
     looped = f"of the last {ended} sessions {turns} reached their limit of turns, {tokens} that of tokens; "
     most = max(_SESSIONS, ended) * _MOST_SESSIONS
     seen = {
         "agent_does_not_end": seconds >= most and f"{seconds} of the last {ended} sessions reached their time limit",
         "agent_loops": max(turns + tokens, repeats) >= most and f"{looped}{repeats} repeated the same tool call",
         "agent_calls_no_tool": with_tools >= _SESSIONS
-        and not new["session:with_calls"]
+        and not new["sessions/with_calls"]
         and f"none of the last {with_tools} sessions with tools called one",
     }
     found = ((name, text) for name, text in seen.items() if text)
