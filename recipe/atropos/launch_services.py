@@ -82,8 +82,14 @@ def check_start(run: Run) -> None:
         ConfigurationError, LaunchError: naming the key.
     """
     config, inference = run.config, run.config.inference
-    _check_host(config.api.host, "api.host")
-    _check_host(inference.host, "inference.host")
+    for host, key in ((config.api.host, "api.host"), (inference.host, "inference.host")):
+        try:
+            free_port(host)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{key}={host} is no IPv4 address of this machine ({error.strerror}); give 127.0.0.1, or 0.0.0.0 for "
+                "all"
+            ) from error
     check_port(config.api.port, config.api.host, "api.port")
     check_port(inference.gateway_port, inference.host, "inference.gateway_port")
     ports = given_ports(config)
@@ -106,15 +112,6 @@ def prepare_model(config: DictConfig, log_path: Path) -> None:
     making = progress(f"preparing {path}, which is made once, in a minute", log_path)
     with making if path in SMALL_POLICIES else contextlib.nullcontext():
         config.actor_rollout_ref.model.path = resolve_model(path, config.seed, log_path)
-
-
-def _check_host(host: str, key: str) -> None:
-    try:
-        free_port(host)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{key}={host} is no IPv4 address of this machine ({error.strerror}); give 127.0.0.1, or 0.0.0.0 for all"
-        ) from error
 
 
 def main(argv: list[str] | None = None) -> int:

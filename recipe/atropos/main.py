@@ -67,7 +67,7 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
     with folder.lock():
-        if not folder.inherits_lock():  # else the launcher has prepared it
+        if folder.inherited_lock() is None:  # else the launcher has prepared it
             for change in prepare_folder(folder, config, installed_versions(config.inference.python), given):
                 print(f"resumed with another {change}", flush=True)
         with gateway_before(config):
@@ -151,7 +151,9 @@ def train(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        is_launched = RunDir(config.run.dir).inherits_lock()  # then the launcher has checked the configuration
+        is_launched = (
+            RunDir(config.run.dir).inherited_lock() is not None
+        )  # then the launcher has checked the configuration
         if config.run.resume_from and not is_launched:
             raise ConfigurationError(
                 f"run.resume_from={config.run.resume_from} is the launcher's work: export that run, and give the "

@@ -58,7 +58,7 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import DataProto
 from recipe.atropos.verl_ext.driver import marked_timer, should_save_ckpt_esi
 from recipe.atropos.watchdog import alarms
-from recipe.atropos.watchdog.history import logprob_tolerance
+from recipe.atropos.watchdog.history import PREFIX, logprob_tolerance
 from recipe.atropos.weight_sync.manager import build_manager
 from recipe.atropos.workers.actor import ActorGroup
 
@@ -372,7 +372,7 @@ class RayGRPOAtroposTrainer:
             text = alarms.describe(name, raised[name], self.logprob_tolerance)
             logger.error("step %d: %s: %s", self.global_steps, name, text)
         self._alarms_logged |= raised.keys()
-        self.metrics |= {f"{alarms.PREFIX}{name}": value for name, value in raised.items()}
+        self.metrics |= {f"{PREFIX}{name}": value for name, value in raised.items()}
 
     def _log_step(self) -> None:
         self.trackers.log(self.metrics, self.global_steps, heldout_scores(self.config.run.dir), self._rollouts)

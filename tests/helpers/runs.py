@@ -23,7 +23,7 @@ def run_of(config, folder, composed=None):
     return Run(RunPlan(config, config if composed is None else composed, RunDir(folder)))
 
 
-def prepare_trainer(run, monkeypatch, *evaluated):
+def prepare_trainer(run, monkeypatch):
     """Do what comes before a run's trainer starts; return the process that would: name, command and variables."""
 
     def start(name, command, **variables):
@@ -31,7 +31,7 @@ def prepare_trainer(run, monkeypatch, *evaluated):
 
     monkeypatch.setattr(run, "start", start)
     inference = SimpleNamespace(urls=["http://127.0.0.1:1"], gateway="http://127.0.0.1:2")
-    return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference, *evaluated)
+    return start_trainer(run, SimpleNamespace(url="http://127.0.0.1:3"), inference)
 
 
 def metrics_line(step, score=0.5, seconds=2.0, **more):

@@ -105,7 +105,7 @@ def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file
     file = run_file("preset=two_environments", "trainer.atropos.max_staleness=1")
     config = load_complete(tmp_path / "config.yaml")
     run = run_of(config, tmp_path, compose_config(["preset=two_environments"]))
-    prepare_trainer(run, monkeypatch, tmp_path / "evaluated")
+    prepare_trainer(run, monkeypatch)
     complete, urls = load_complete(tmp_path / "config.yaml"), ["http://127.0.0.1:1"]
     assert complete.inference.urls == urls and complete.trainer.atropos.api_url == "http://127.0.0.1:3"
     assert engine_settings(complete)["urls"] == urls

@@ -30,7 +30,7 @@ from recipe.atropos.terminal.live_view import LiveView
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, LineReader, disk_is_full, read_json
-from recipe.atropos.watchdog import alarms
+from recipe.atropos.watchdog.history import PREFIX
 
 
 async def launch(run: Run) -> None:
@@ -56,11 +56,11 @@ async def launch(run: Run) -> None:
         say(f"starting {served} at {', '.join(inference.urls)}, behind {inference.gateway}", "sglang")
         # The trainer waits for the servers before it pushes. Colocated servers must measure the free GPU memory first.
         beside = not any(launch.releases_memory for launch in inference.servers.values())
-        trainer = start_trainer(run, api, inference, run.files.evaluated) if beside else None
+        trainer = start_trainer(run, api, inference) if beside else None
         what = "the SGLang servers start" + (", and beside them the trainer" if beside else "")
         with progress(what, run.files.log(next(iter(inference.servers)))):
             await servers_healthy(run, api, inference)
-        trainer = trainer or start_trainer(run, api, inference, run.files.evaluated)
+        trainer = trainer or start_trainer(run, api, inference)
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
             await sessions_healthy(run)
@@ -149,7 +149,7 @@ async def watch(
 
 
 def _step(line: dict[str, float]) -> Text:
-    names = ", ".join(alarms.of_line(line))
+    names = ", ".join(key.removeprefix(PREFIX) for key in line if key.startswith(PREFIX))
     return Text.assemble(
         f"score {scores_of(line)}  rows {line['atropos/rows']:.0f}  {line['timing_s/step']:.1f} s "
         f"(wait {line['phase_s/wait']:.1f} s)  version {line['atropos/policy_version']}",

@@ -190,14 +190,13 @@ class Run:
         if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
-        status = RECOVERABLE if trainer is None else trainer.poll()
-        if status is not None and (status == RECOVERABLE or status <= 0):
+        ended = RECOVERABLE if trainer is None else trainer.poll()
+        if ended is not None and (ended == RECOVERABLE or ended <= 0):
             self.check_preempted()
         for service in tuple(self.services.values()):
-            status = service.poll()
-            if status is None or (service.name == "trainer" and status == 0):
+            if service.poll() is None or (service is trainer and service.poll() == 0):
                 continue
-            if self._trained() and service.name != "api":  # which accounts for the groups at the end
+            if ended == 0 and service.name != "api":  # which accounts for the groups at the end
                 self._drop_after_training(service)
             else:
                 self._restart(service)
@@ -267,10 +266,6 @@ class Run:
         """Return the other services of a kind, including those that have ended but may be restarted."""
         names = [name for name, policy in self.restart_policies.items() if policy.kind == kind]
         return [self.services[name] for name in names if name in self.services and name != service.name]
-
-    def _trained(self) -> bool:
-        trainer = self.services.get("trainer")
-        return trainer is not None and trainer.poll() == 0
 
     def _write_listing(self, ending: bool = False) -> None:
         # What Ray has placed is not of this machine, and ends with the launcher.

@@ -118,18 +118,15 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     say(f"{many}up after {seconds:.0f} s; api at {api.url}", "sglang")
 
 
-def start_trainer(run: Run, api: Service, inference: Inference, evaluated: Path | None = None) -> Service:
-    """Start the trainer, which loads the run's ``config.yaml``; that file is completed here.
-
-    The trainer waits for the evaluations reported in the file ``evaluated``; without one, it does not wait.
-    """
+def start_trainer(run: Run, api: Service, inference: Inference) -> Service:
+    """Start the trainer, which loads the run's ``config.yaml``; that file is completed here."""
     addresses = {
         "inference.urls": list(inference.urls),
         "inference.gateway": inference.gateway,
         "inference.api_key": run.api_key,
         "trainer.atropos.api_url": api.url,
         "trainer.atropos.startup_timeout": float(run.config.inference.start_timeout),
-        "evaluation.evaluated_file": evaluated and str(evaluated),
+        "evaluation.evaluated_file": str(run.files.evaluated),
     }
     run.complete, before = run.plan.complete(addresses), _saved(run)
     run.restart_policies["trainer"] = RestartPolicy(

@@ -128,7 +128,7 @@ class RunDir:
             RunDirError: a running process holds the lock; the message names it.
             ConfigurationError: the folder cannot be created, written or locked.
         """
-        if (inherited := self._inherited()) is not None:
+        if (inherited := self.inherited_lock()) is not None:
             yield inherited
             return
         try:
@@ -155,11 +155,8 @@ class RunDir:
         except FileNotFoundError:
             return None
 
-    def inherits_lock(self) -> bool:
-        """Whether a launcher that holds the folder started this process."""
-        return self._inherited() is not None
-
-    def _inherited(self) -> int | None:
+    def inherited_lock(self) -> int | None:
+        """Return the lock's descriptor if a launcher that holds the folder started this process, else None."""
         try:
             descriptor = int(os.environ[LOCK_VARIABLE])
             same = os.path.samestat(os.fstat(descriptor), self.lock_file.stat())

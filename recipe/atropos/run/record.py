@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import append_line, disk_errors, read_json, read_lines, rewrite_lines, write_json
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 _FRESH_SECONDS = 60.0  # for the marker file of a waiting trainer
 PHASES = {  # phases of a step, in order, and the trainer's timers that measure them
@@ -62,21 +65,13 @@ class RunTotals:
         self.policy_version = version
 
 
-class Stateful(Protocol):
-    """State that a checkpoint can hold, by torch's convention."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 class RunRecord:
     """Writer of a run's outputs in ``directory``; its state is saved with each checkpoint.
 
     ``parts``, by name, are saved and restored with it.
     """
 
-    def __init__(self, directory: str | Path, parts: Mapping[str, Stateful] | None = None):
+    def __init__(self, directory: str | Path, parts: Mapping[str, "Stateful"] | None = None):
         self.directory = RunDir(directory)
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.totals = RunTotals()

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import recipe.atropos.watchdog.rules as rules
-from recipe.atropos.watchdog.history import PREFIX
 from recipe.atropos.watchdog.registry import ALARMS, Alarm, seen_in_step
 
 for _module in pkgutil.iter_modules(rules.__path__, f"{rules.__name__}."):
@@ -39,11 +38,6 @@ def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict
         for name, each in shown.items()
         if not metrics.get(each.metric, 0) <= each.limit(tolerance, mode)
     }
-
-
-def of_line(line: Mapping[str, float]) -> dict[str, float]:
-    """Return the alarms in a line of ``metrics.jsonl`` as {name: value}."""
-    return {key.removeprefix(PREFIX): value for key, value in line.items() if key.startswith(PREFIX)}
 
 
 def describe(name: str, value: float, tolerance: float) -> str:

@@ -17,7 +17,8 @@ from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
 from recipe.atropos.watchdog import watchdog
-from recipe.atropos.watchdog.alarms import ALARMS, PREFIX, describe, table
+from recipe.atropos.watchdog.alarms import ALARMS, describe, table
+from recipe.atropos.watchdog.history import PREFIX
 
 NOWHERE = "http://127.0.0.1:9"  # nothing answers: neither API nor gateway are needed for what steps show
 

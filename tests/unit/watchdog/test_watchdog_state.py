@@ -5,8 +5,7 @@ import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
 from recipe.atropos.run.alarm_lines import left_open
-from recipe.atropos.watchdog.alarms import PREFIX
-from recipe.atropos.watchdog.history import FIRST_STEPS, History, Limits
+from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, History, Limits
 from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 NOISE = 0.08  # of a step's mean score
