@@ -39,7 +39,7 @@ _CONNECT_SECONDS = 3.0
 @dataclass(frozen=True)
 class Facts:
     """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU that
-    nvidia-smi shows; ``gpus``: how many Ray has there.
+    nvidia-smi shows; ``port``: where its probe listens; ``gpus``: how many Ray has there.
     """
 
     versions: dict[str, str | None]
@@ -47,6 +47,7 @@ class Facts:
     interfaces: dict[str, str]
     chosen: dict[str, str]
     gpu_memory: list[int]
+    port: int = 0
     gpus: float = 0.0
 
 
@@ -74,6 +75,7 @@ class Probe:
             interfaces={each.address: name for name, addresses in nics for each in addresses},
             chosen={name: os.environ[name] for name in variables if name in os.environ},
             gpu_memory=[int(used) if used.isdigit() else 0 for (used,) in nvidia_smi("gpu", "memory.used")],
+            port=self._listener.getsockname()[1],
             gpus=sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own),
         )
 
@@ -88,9 +90,6 @@ class Probe:
 
     def time(self) -> float:
         return time.time()
-
-    def port(self) -> int:
-        return self._listener.getsockname()[1]
 
     def unreachable(self, others: Sequence[tuple[str, int]]) -> list[str]:
         """Return the addresses of ``others`` to which no connection is made."""
@@ -153,8 +152,8 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
         if not saved.is_relative_to(run):
             findings += _shared("trainer.default_local_dir", saved, probes)
         if pairs and len(probes) > 1:
-            ports = _answers(probes, "port")
-            for address, cut in _answers(probes, "unreachable", list(ports.items())).items():
+            others = [(address, node.port) for address, node in facts.items()]
+            for address, cut in _answers(probes, "unreachable", others).items():
                 told = f"it reaches no free port of {', '.join(cut)}: open all ports between the nodes" if cut else ""
                 findings.append(Finding("ports", address, told))
         return findings

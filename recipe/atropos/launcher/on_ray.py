@@ -15,7 +15,6 @@ import contextlib
 import ipaddress
 import os
 import signal
-import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -39,10 +38,9 @@ from recipe.atropos.utils.process import LocalService, Service, free_port, start
 from recipe.atropos.utils.scratch import Scratch
 
 LOST = -9  # the exit status of a service whose node or actor is gone
-_LOOK_SECONDS = 0.5  # between two looks at a service
 _CALL_SECONDS = 120.0  # for an actor to check and start a service
 _NODE_GROUP = "ray.io/node-group"  # label of the nodes of a cluster with an autoscaler
-_CHUNK, _LOG_BYTES = 1 << 20, 16 << 20  # of a log: read at once, kept on the node
+_CHUNK, _LOG_BYTES = 16 << 20, 16 << 20  # of a log: read at once, kept on the node
 
 
 class Host:
@@ -105,46 +103,36 @@ class Host:
 
 @dataclass
 class PlacedService(Service):
-    """A service on a node of the cluster; a thread follows it. ``pid``: that on its node, 0 if that was lost before."""
+    """A service on a node of the cluster, whose output ``poll`` fetches. ``pid``: there, 0 if that was lost before."""
 
     host: Any = None
 
     def __post_init__(self) -> None:
         self._status: int | None = None
         self._lost = False
-        self._ended = threading.Event()
+        self._asked: Any = None
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.touch(mode=0o600)
         self.log_start = self.log_path.stat().st_size
-        self._follower = threading.Thread(target=self._follow, name=f"follow-{self.name}", daemon=True)
-        self._follower.start()
 
     def poll(self) -> int | None:
-        return self._status
-
-    def _follow(self) -> None:
-        waiting = None
-        while not self._ended.is_set():
+        while self._status is None:
             try:
-                waiting = waiting or self.host.look.remote()
-                status, more = ray.get(waiting, timeout=_LOOK_SECONDS)
-                waiting = None
+                self._asked = self._asked or self.host.look.remote()
+                self._status, more = ray.get(self._asked, timeout=0)
+                self._asked = None
             except GetTimeoutError:
-                continue  # until Ray gives the node up
+                break  # until Ray gives the node up
             except RayError as error:
-                more, status = f"error: its node, or its actor there, is lost: {error}\n".encode(), LOST
-                self._lost = True
+                more = f"error: its node, or its actor there, is lost: {error}\n".encode()
+                self._status, self._lost = LOST, True
             with contextlib.suppress(OSError), self.log_path.open("ab") as log:
                 log.write(more)
-            if status is not None:
-                self._status = status
-                return
             if not more:
-                self._ended.wait(_LOOK_SECONDS)
+                break
+        return self._status
 
     def stop(self, grace: float = 10.0) -> None:
-        self._ended.set()
-        self._follower.join()
         if not self._lost:  # what is lost ends with its node
             _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS)
             self._status = LOST if self._status is None else self._status
