@@ -68,9 +68,9 @@ def started():
 def test_run_dir_lock_names_its_holder_and_goes_with_it(tmp_path, started):
     holder = started(HOLD, tmp_path / "run")
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(RunDirError, match=rf"run.dir={tmp_path}/run is in use by process {holder.pid} "):
-        with RunDir(tmp_path / "run").lock():
-            pass
+    told = rf"run.dir={tmp_path}/run is in use by process {holder.pid} "
+    with pytest.raises(RunDirError, match=told), RunDir(tmp_path / "run").lock():
+        pass
     holder.kill()
     holder.wait()
     with RunDir(tmp_path / "run").lock():
@@ -105,9 +105,9 @@ def test_run_dir_lock_variable_of_another_folder_is_not_believed(tmp_path, monke
 
 def test_run_dir_lock_names_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match=f"run.dir={tmp_path}/file/run: Not a directory; give a folder"):
-        with RunDir(tmp_path / "file/run").lock():
-            pass
+    told = f"run.dir={tmp_path}/file/run: Not a directory; give a folder"
+    with pytest.raises(ConfigurationError, match=told), RunDir(tmp_path / "file/run").lock():
+        pass
 
 
 def test_run_dir_on_a_disk_without_locks_is_refused(tmp_path, monkeypatch):
@@ -117,23 +117,22 @@ def test_run_dir_on_a_disk_without_locks_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(
-        ConfigurationError, match=r"cannot be locked \(flock: Function not implemented\); give a folder"
-    ):
-        with RunDir(tmp_path).lock():
-            pass
+    told = r"cannot be locked \(flock: Function not implemented\); give a folder"
+    with pytest.raises(ConfigurationError, match=told), RunDir(tmp_path).lock():
+        pass
 
 
 def test_run_dir_of_another_format_is_refused(tmp_path):
-    RunDir(tmp_path).check_format()
-    (tmp_path / "config.yaml").write_text("")
+    run = RunDir(tmp_path)
+    run.check_format()
+    run.config.write_text("")
     with pytest.raises(ConfigurationError, match=r"format 0.*an older version"):
-        RunDir(tmp_path).check_format()
-    write_json(tmp_path / "run.json", {"format": 1})
-    RunDir(tmp_path).check_format()
-    write_json(tmp_path / "run.json", {"format": 99})
+        run.check_format()
+    write_json(run.identity, {"format": 1})
+    run.check_format()
+    write_json(run.identity, {"format": 99})
     with pytest.raises(ConfigurationError, match=r"format 99.*a newer version"):
-        RunDir(tmp_path).check_format()
+        run.check_format()
 
 
 REPLACE_HALF = """

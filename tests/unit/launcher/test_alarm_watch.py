@@ -62,9 +62,7 @@ def test_alarm_watch_prints_and_records_an_alarm_once(tmp_path, monkeypatch):
     raised, cleared = read_lines(tmp_path / "alarms.jsonl")
     assert (raised["state"], raised["step"], raised["since_step"]) == ("raised", 2, 2)
     assert (cleared["state"], cleared["step"], cleared["since_step"]) == ("cleared", 8, 2)
-    assert set(raised) == {
-        *("time", "step", "alarm", "environment", "state", "since_step", "since", "seen", "advice"),
-    }
+    assert set(raised) == {*("time", "step", "alarm", "environment", "state", "since_step", "since", "seen", "advice")}
     entry = summary(tmp_path)["truncated_sampling"]
     assert (entry["raised"], entry["now"], entry["first_step"], entry["last_step"]) == (1, False, 2, 8)
 

@@ -161,25 +161,12 @@ def test_of_all_metrics_one_is_shown(metrics, main, text):
 def test_evaluation_summary_has_the_first_and_the_newest(tmp_path):
     """It has them of each environment."""
     failed = {"step": 6, "version": 6, "env": "b", "error": "why"}
-    write(
-        tmp_path,
-        line(0, value=0.1),
-        line(0, "b", 0.2),
-        line(3, value=0.3),
-        line(3, "b", 0.4),
-        line(6, value=0.5),
-        failed,
-    )
+    found = ((0, "a", 0.1), (0, "b", 0.2), (3, "a", 0.3), (3, "b", 0.4), (6, "a", 0.5))
+    write(tmp_path, *(line(*each) for each in found), failed)
     summary = heldout_summary(tmp_path, several=True)
     assert set(summary) == {"heldout"}
-    assert summary["heldout"]["b"] == {
-        "metric": "eval/accuracy",
-        "items": None,
-        "before": 0.2,
-        "version_before": 0,
-        "after": 0.4,
-        "version_after": 3,
-    }
+    newest = {"before": 0.2, "version_before": 0, "after": 0.4, "version_after": 3}
+    assert summary["heldout"]["b"] == {"metric": "eval/accuracy", "items": None, **newest}
     assert summary["heldout"]["a"]["after"] == 0.5
     write(tmp_path, line(0, value=0.1) | {"metrics": {"eval/accuracy": 0.1, "eval/total": 9}})
     alone = heldout_summary(tmp_path, several=False)

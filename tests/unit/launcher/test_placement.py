@@ -68,14 +68,7 @@ def placed(*overrides):
         (2, [HEAD, "trainer.n_gpus_per_node=8", "inference.servers=2"], False, [0, 1]),
     ],
 )
-def test_placement_shares_gpus_where_they_are_too_few(
-    machine,
-    tmp_path,
-    gpus,
-    overrides,
-    colocated,
-    first,
-):
+def test_placement_shares_gpus_where_they_are_too_few(machine, tmp_path, gpus, overrides, colocated, first):
     """Where there are enough, each has its own."""
     machine(gpus)
     config, told = placed(*overrides)

@@ -39,6 +39,7 @@ from recipe.atropos.weight_sync.manager import build_manager
 pytestmark = pytest.mark.timeout(60)
 
 SLEEP = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(100)"]
+INFERENCE = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
 END = [sys.executable, "-c", "print('my last words')"]
 
 
@@ -48,6 +49,20 @@ def run(tmp_path):
     run.files.path.mkdir()
     yield run
     run.stop()
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """A function that returns a run with a configuration, in a folder."""
+    runs = []
+
+    def configured(*overrides, folder=tmp_path):
+        runs.append(run_of(compose_config("actor_rollout_ref.model.path=m", *overrides), folder))
+        return runs[-1]
+
+    yield configured
+    for run in runs:
+        run.stop()
 
 
 def restartable(run, name, command=SLEEP, limit=2, kind="sglang", **options):
@@ -141,10 +156,9 @@ def test_a_start_that_takes_too_long_names_its_limit(run):
             "trainer": {"ray_wait_register_center_timeout": 0.1, "atropos": {"weight_sync": {"timeout": 0.1}}},
         }
     )
-    inference = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
     for wait, told in (
-        (servers_healthy(run, run.services["api"], inference), r"api: .* within 0.2 s \(api.start_timeout\)"),
-        (first_version(run, inference), r"trainer: .* first push .* \(trainer.ray_wait_register_center_timeout \+ "),
+        (servers_healthy(run, run.services["api"], INFERENCE), r"api: .* within 0.2 s \(api.start_timeout\)"),
+        (first_version(run, INFERENCE), r"trainer: .* first push .* \(trainer.ray_wait_register_center_timeout \+ "),
     ):
         with pytest.raises(ServiceFailed, match=told):
             asyncio.run(wait)
@@ -155,9 +169,8 @@ def test_weights_that_a_gateway_forgot_are_not_awaited(run, monkeypatch):
     run.config = compose_config("actor_rollout_ref.model.path=m")
     monkeypatch.setattr(startup, "_FORGOTTEN_SECONDS", 0.5)
     run.start("trainer", END).process.wait(20)
-    inference = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
     with pytest.raises(ServiceFailed, match="trainer: has ended, and the gateway, .* exit code 0"):
-        asyncio.run(asyncio.wait_for(first_version(run, inference), 20))
+        asyncio.run(asyncio.wait_for(first_version(run, INFERENCE), 20))
 
 
 def test_a_restart_that_held_is_forgotten(run, monkeypatch):
@@ -195,35 +208,33 @@ def test_status_of_services_is_the_same_after_the_clock_was_set(run, monkeypatch
 
 def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypatch):
     """It is the first one."""
-    config = compose_config("actor_rollout_ref.model.path=m")
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), full_disk / "run")
     made, create = [], Scratch.create
     monkeypatch.setattr(Scratch, "create", lambda: made.append(create()) or made[-1])
     (full_disk / "run").mkdir()
     fill(full_disk)
     with pytest.raises(DiskFull, match=f"no space left on device: {full_disk}/run/services.json") as raised:
-        asyncio.run(launch(run_of(config, full_disk / "run")))
+        asyncio.run(launch(run))
     assert raised.value.__notes__ == [f"then, at the end: {raised.value}"]
     words = [word for process in psutil.Process().children(recursive=True) for word in process.cmdline()]
     assert not any("run_api" in word for word in words)
     assert len(made) == 1 and not made[0].folder.exists()
 
 
-def test_run_dir_full_disk_keeps_no_environment_running(full_disk, monkeypatch):
-    config = compose_config("actor_rollout_ref.model.path=m")
-    run = run_of(config, full_disk / "run")
+def test_run_dir_full_disk_keeps_no_environment_running(full_disk, configured):
+    run = configured(folder=full_disk / "run")
     environments = Environments(run, "http://api", "http://server")
     [state] = environments._states
     environments._states = [state, replace(state)]
+    for number, state in enumerate(environments._states):
+        state.service = run.start(f"env-{number}", SLEEP)
+    fill(full_disk)
     try:
-        for number, state in enumerate(environments._states):
-            state.service = run.start(f"env-{number}", SLEEP)
-        fill(full_disk)
         with pytest.raises(DiskFull, match="services.json"):
             environments.stop()
-        assert not run.services and all(state.service.poll() is not None for state in environments._states)
     finally:
-        (full_disk / "ballast").unlink(missing_ok=True)
-        run.stop()
+        (full_disk / "ballast").unlink()
+    assert not run.services and all(state.service.poll() is not None for state in environments._states)
 
 
 def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
@@ -247,19 +258,18 @@ def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_run_that_is_terminated_ends_its_services(tmp_path, monkeypatch, number):
     """Also where interrupts are ignored, as in a shell's background job."""
-    run, inference = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path), Inference({}, "gateway", "key")
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
 
     async def wait(*_):
         os.kill(os.getpid(), number)
         await asyncio.sleep(60)
 
     async def planned(_):
-        return inference
+        return INFERENCE
 
     steps = {"start_api": lambda run: run.start("api", SLEEP), "start_inference": planned}
     for name, step in (steps | {"start_trainer": lambda *_: None, "servers_healthy": wait}).items():
         monkeypatch.setattr(f"recipe.atropos.launcher.launch.{name}", step)
-    inference.servers["sglang"] = SGLangLaunch("m", port=1)
     handlers = {number: signal.SIG_DFL, signal.SIGINT: signal.SIG_IGN}
     before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
     try:
@@ -272,14 +282,10 @@ def test_run_that_is_terminated_ends_its_services(tmp_path, monkeypatch, number)
 
 
 @pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
-def test_run_on_a_cluster_is_not_kept_on_loopback(tmp_path, monkeypatch, address, loopback):
+def test_run_on_a_cluster_is_not_kept_on_loopback(configured, monkeypatch, address, loopback):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    config = compose_config("actor_rollout_ref.model.path=m", f"+ray_kwargs.ray_init.address={address or 'null'}")
-    run = run_of(config, tmp_path)
-    try:
-        assert ("GLOO_SOCKET_IFNAME" in run.variables) is loopback
-    finally:
-        run.stop()
+    run = configured(f"+ray_kwargs.ray_init.address={address or 'null'}")
+    assert ("GLOO_SOCKET_IFNAME" in run.variables) is loopback
 
 
 @pytest.mark.parametrize(
@@ -322,20 +328,15 @@ def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_run_servers_wait_for_the_memory_that_the_trainer_has(tmp_path, colocated):
+def test_run_servers_wait_for_the_memory_that_the_trainer_has(configured, tmp_path, colocated):
     """They share it, and the trainer says when it has it."""
-    options = ["actor_rollout_ref.model.path=m", "inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}"]
-    config = compose_config(*options, f"inference.colocated={colocated}")
-    run = run_of(config, tmp_path)
-    try:
-        _enable_restarts(run, Inference({"sglang": SGLangLaunch("m", port=1)}, "http://gateway", "key"))
-        memory = build_manager(config, None, 10, None).memory
-        assert not run.restart_policies["sglang"].awaited()
-        (memory.mark if colocated else RunDir(tmp_path).servers_offloaded).touch()
-        assert bool(run.restart_policies["sglang"].awaited()) is colocated
-        assert not run.restart_policies["gateway"].awaited()
-    finally:
-        run.stop()
+    run = configured("inference.urls=[http://127.0.0.1:1]", f"run.dir={tmp_path}", f"inference.colocated={colocated}")
+    _enable_restarts(run, INFERENCE)
+    memory = build_manager(run.config, None, 10, None).memory
+    assert not run.restart_policies["sglang"].awaited()
+    (memory.mark if colocated else run.files.servers_offloaded).touch()
+    assert bool(run.restart_policies["sglang"].awaited()) is colocated
+    assert not run.restart_policies["gateway"].awaited()
 
 
 def test_any_other_service_that_ends_ends_the_run(run):

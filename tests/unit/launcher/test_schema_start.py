@@ -26,6 +26,14 @@ from recipe.atropos.terminal import progress as progress_module
 from recipe.atropos.utils.process import unstopped
 
 
+def executable(path, *lines):
+    """A shell's script."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o700)
+    return path
+
+
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -77,11 +85,10 @@ def test_schema_start_asks_for_no_adapter_that_is_made_later(tmp_path):
     """A policy that is made on first use, and another run's adapter, are there only once the run's folder is."""
     (tmp_path / "sglang-0.5.23.dist-info").mkdir()
     (tmp_path / "sglang-0.5.23.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
-    (tmp_path / "python").write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    (tmp_path / "python").chmod(0o700)
+    python = executable(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"')
     adapter = ["lora_rank=8", "lora.merge=false", f"lora_adapter_path={tmp_path / 'start'}"]
     model = (f"actor_rollout_ref.model.{option}" for option in adapter)
-    config = load_config(["preset=demo", f"inference.python={tmp_path}/python", *model])
+    config = load_config(["preset=demo", f"inference.python={python}", *model])
     check_start(run_of(config, tmp_path))
 
 
@@ -187,11 +194,10 @@ def test_schema_start_shows_progress_without_a_terminal(tmp_path, monkeypatch, c
 
 
 def test_schema_start_names_an_interpreter_that_hangs(tmp_path, monkeypatch):
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 100\n")
-    (tmp_path / "python").chmod(0o700)
+    python = executable(tmp_path / "python", "exec sleep 100")
     monkeypatch.setattr("recipe.atropos.inference.server._PROBE_SECONDS", 0.2)
     with pytest.raises(LaunchError, match="python.* does not start within 0.2 s: "):
-        check_launch(SGLangLaunch("m", python=str(tmp_path / "python")))
+        check_launch(SGLangLaunch("m", python=str(python)))
 
 
 @pytest.mark.timeout(60, method="signal")  # a thread would end the whole worker, for which xdist then waits
@@ -238,9 +244,7 @@ def checked(tmp_path, python):
 def test_own_interpreter_that_cannot_run_is_named(program, told, tmp_path):
     python = tmp_path / "own" / "python"
     if program is not None:
-        python.parent.mkdir()
-        python.write_text(f"#!/bin/sh\n{program}\n")
-        python.chmod(0o755)
+        executable(python, program)
     with pytest.raises(ConfigurationError, match=f"^environment.python={python}: .*{told}$"):
         checked(tmp_path, python)
 

@@ -1,6 +1,7 @@
 """Each cause, put into a recorded run, raises its alarm and no other; runs as they were raise none."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,6 +22,15 @@ def played(fault, limits=LIMITS, **options):
     return play(demo, limits, **options)
 
 
+def history_of(steps, reports=(), begin=0):
+    history = History(LIMITS, begin)
+    for line in steps:
+        history.add_step(line)
+    for line in reports:
+        history.add_report(ENV, line)
+    return history
+
+
 def late(demo):
     return [line for line in demo.steps if line["time"] > T]
 
@@ -31,16 +41,6 @@ def change(demo, **values):
         line.update({key.replace("__", "/"): value for key, value in values.items()})
 
 
-def changed(name, **values):
-    """A fault: ``change``."""
-
-    def fault(demo):
-        change(demo, **values)
-
-    fault.__name__ = name
-    return fault
-
-
 def ends(demo, **counts):
     """From T on, for a minute, so many items more end every 5 s; without ``groups_sent`` no group is sent."""
     demo.cut(T, 70.0)
@@ -48,64 +48,26 @@ def ends(demo, **counts):
         demo.report(T + second, **counts)
 
 
-def ending(name, **counts):
-    """A fault: ``ends``."""
-
-    def fault(demo):
-        ends(demo, **counts)
-
-    fault.__name__ = name
-    return fault
-
-
-equal_scores = ending("equal_scores", items=16, not_sent__equal_scores=16)
-environment_raises = ending("environment_raises", items=4, failed__ValueError=4, retried__ValueError=12)
-# Groups are sent all the same.
-environment_raises_half = ending(
-    "environment_raises_half", items=24, groups_sent=8, not_sent__equal_scores=2, failed__KeyError=14
-)
-too_long = ending("too_long", items=8, not_sent__too_long=7, not_sent__equal_scores=1)
-wrong_group_size = ending("wrong_group_size", items=8, not_sent__wrong_size=8)
-groups_refused = ending("groups_refused", items=8, not_sent__malformed=8)
-groups_refused_by_the_environment = ending("by_the_environment", items=16, not_sent__no_group=16)
-stale_samples = changed("stale_samples", atropos__received=512.0, atropos__dropped__stale=384.0)
-learning_rate_zero = changed("learning_rate_zero", actor__lr=0.0)
-all_rows_clipped = changed("all_rows_clipped", atropos__rows_with__response_truncated=126.0)
-clipped_by_the_environment = changed("by_the_environment", response_length__min=32, response_length__max=32)
+equal_scores = partial(ends, items=16, not_sent__equal_scores=16)
+stale_samples = partial(change, atropos__received=512.0, atropos__dropped__stale=384.0)
+learning_rate_zero = partial(change, actor__lr=0.0)
+all_rows_clipped = partial(change, atropos__rows_with__response_truncated=126.0)
+clipped_by_the_environment = partial(change, response_length__min=32, response_length__max=32)
 # A little more than a tenth of them.
-rows_too_long = changed(
-    "overlong", atropos__received=200.0, atropos__dropped__overlong_response=15.0, atropos__dropped__overlong_prompt=6.0
+rows_too_long = partial(
+    change, atropos__received=200.0, atropos__dropped__overlong_response=15.0, atropos__dropped__overlong_prompt=6.0
 )
 # The samples of step 1 were fresh, and agreed.
-off_policy_samples = changed("off_policy_samples", atropos__logprob_diff__mean=0.52, actor__lr=3e-4)
+off_policy_samples = partial(change, atropos__logprob_diff__mean=0.52, actor__lr=3e-4)
 
 
-def agent(name, **counts):
+def agent_ends(demo, **counts):
     """A fault of an agent, each of whose sessions calls a tool and gets a reward before; 8 are a group."""
-
-    def fault(demo):
-        for line in demo.reports:
-            n = 8 * line.get("counts", {}).get("items", 0)
-            line.get("counts", {}).update({f"sessions/{each}": n for each in ("ended", "with_tools", "with_calls")})
-        called = {"sessions__with_tools": counts["sessions__ended"], "sessions__with_calls": 90}
-        ends(demo, **{"items": 16} | called | counts)
-
-    fault.__name__ = name
-    return fault
-
-
-# Each failed session is run twice; some groups are sent all the same, of fewer rows.
-agent_hangs = agent("agent_hangs", sessions__ended=200, sessions__failed__seconds=104, groups_sent=16)
-agent_hangs_always = agent(
-    "agent_hangs_always", sessions__ended=256, sessions__failed__seconds=256, not_sent__no_group=16
-)
-agent_reaches_limits = agent(
-    "limits", sessions__ended=190, sessions__failed__turns=60, sessions__failed__tokens=50, not_sent__no_group=16
-)
-agent_repeats = agent("repeats", sessions__ended=128, sessions__with_repeats=100, not_sent__equal_scores=16)
-agent_calls_nothing = agent(
-    "calls_nothing", sessions__ended=128, sessions__with_calls=0, not_sent__equal_scores=12, groups_sent=4
-)
+    for line in demo.reports:
+        n = 8 * line.get("counts", {}).get("items", 0)
+        line.get("counts", {}).update({f"sessions/{each}": n for each in ("ended", "with_tools", "with_calls")})
+    called = {"sessions__with_tools": counts["sessions__ended"], "sessions__with_calls": 90}
+    ends(demo, **{"items": 16} | called | counts)
 
 
 def equal_groups_are_sent(demo):
@@ -208,7 +170,7 @@ def queue_full(demo):
 
 
 def step_alarm(name, value, **values):
-    return changed(name, **{PREFIX.replace("/", "__") + name: value}, **values)
+    return partial(change, **{PREFIX + name: value}, **values)
 
 
 def logprob_difference_of_fresh_samples(demo):
@@ -249,26 +211,40 @@ def entropy_collapsed(demo):
         line.get("means", {}).update(score=0.1)
 
 
+REACHED_LIMITS = {"sessions__failed__turns": 60, "sessions__failed__tokens": 50}
 FAULTS = {
     "equal_scores": [equal_scores, equal_groups_are_sent],
-    "environment_raises": [environment_raises, environment_raises_half],
-    "too_long": [too_long],
+    "environment_raises": [
+        partial(ends, items=4, failed__ValueError=4, retried__ValueError=12),
+        # Groups are sent all the same.
+        partial(ends, items=24, groups_sent=8, not_sent__equal_scores=2, failed__KeyError=14),
+    ],
+    "too_long": [partial(ends, items=8, not_sent__too_long=7, not_sent__equal_scores=1)],
     "overlong_rows": [rows_too_long],
     "policy_broken": [policy_broken, policy_broken_and_trained_on],
-    "wrong_group_size": [wrong_group_size],
-    "groups_refused": [groups_refused, groups_refused_by_the_environment],
-    "agent_does_not_end": [agent_hangs, agent_hangs_always],
-    "agent_loops": [agent_reaches_limits, agent_repeats],
-    "agent_calls_no_tool": [agent_calls_nothing],
+    "wrong_group_size": [partial(ends, items=8, not_sent__wrong_size=8)],
+    "groups_refused": [partial(ends, items=8, not_sent__malformed=8), partial(ends, items=16, not_sent__no_group=16)],
+    "agent_does_not_end": [
+        # Each failed session is run twice; some groups are sent all the same, of fewer rows.
+        partial(agent_ends, sessions__ended=200, sessions__failed__seconds=104, groups_sent=16),
+        partial(agent_ends, sessions__ended=256, sessions__failed__seconds=256, not_sent__no_group=16),
+    ],
+    "agent_loops": [
+        partial(agent_ends, sessions__ended=190, **REACHED_LIMITS, not_sent__no_group=16),
+        partial(agent_ends, sessions__ended=128, sessions__with_repeats=100, not_sent__equal_scores=16),
+    ],
+    "agent_calls_no_tool": [
+        partial(agent_ends, sessions__ended=128, sessions__with_calls=0, not_sent__equal_scores=12, groups_sent=4)
+    ],
     "environment_silent": [environment_hangs, environment_blocks],
     "server_unhealthy": [server_down, server_paused, server_slow, gateway_silent],
     "server_out_of_sync": [server_left_out, server_with_other_weights, server_behind],
     "queue_full": [queue_full],
-    "empty_batches": [step_alarm("empty_batches", 3.0)],
     "stale_samples": [stale_samples],
-    "unknown_sampling": [step_alarm("unknown_sampling", 3.0)],
-    "truncated_sampling": [step_alarm("truncated_sampling", 3.0)],
-    "penalized_sampling": [step_alarm("penalized_sampling", 3.0)],
+    **{
+        name: [step_alarm(name, 3.0)]
+        for name in ("empty_batches", "unknown_sampling", "truncated_sampling", "penalized_sampling")
+    },
     "other_temperature": [step_alarm("other_temperature", 128.0)],
     "gradient_not_finite": [step_alarm("gradient_not_finite", None, actor__grad_norm=None)],
     "logprob_difference": [logprob_difference_of_fresh_samples, logprob_difference_without_fresh_samples],
@@ -289,7 +265,7 @@ def test_watchdog_has_a_fault_for_every_alarm():
 @pytest.mark.parametrize(
     ("fault", "name"),
     [(fault, name) for name, faults in FAULTS.items() for fault in faults],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_watchdog_raises_for_a_fault_its_alarm_alone(fault, name, seed):
     demo = Demo(seed)
@@ -326,23 +302,19 @@ def test_watchdog_dates_a_fault_from_its_first_bad_step(fault):
     demo.steps[demo.steps.index(late(demo)[0]) - 1] |= {"atropos/logprob_diff/mean": None, "actor/entropy": None}
     onset = 46 if fault is reward_collapsed else late(demo)[0]["step"]
     fault(demo)
-    history = History(LIMITS)
-    for line in demo.steps:
-        history.add_step(line)
-    [found] = [found for found in findings(history, T) if found.of_steps]
+    [found] = [found for found in findings(history_of(demo.steps), T) if found.of_steps]
     assert found.since_step == onset
     assert found.since == next(line["time"] for line in demo.steps if line["step"] == onset)
 
 
 def test_watchdog_dates_a_logprob_difference_by_fresh_samples():
-    demo, history = Demo(0), History(LIMITS, begin=3)
+    demo = Demo(0)
     for line in demo.steps:
         if line["step"] % 2:
             line |= {PREFIX + "logprob_difference": 0.3, "atropos/logprob_diff/fresh_mean": 0.3}
         else:
             line.pop("atropos/logprob_diff/fresh_mean", None)
-        history.add_step(line)
-    [found] = findings(history, T)
+    [found] = findings(history_of(demo.steps, begin=3), T)
     assert (found.alarm, found.since_step) == ("logprob_difference", 5), "the first of this start"
 
 
@@ -381,11 +353,13 @@ def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
 @pytest.mark.parametrize("few", [{"sessions__with_calls": 1}, {"sessions__with_calls": 0, "sessions__with_tools": 0}])
 def test_watchdog_lets_an_agent_call_no_tool_at_times(few):
     """Or never, where its requests have none."""
-    assert played(agent("", sessions__ended=128, groups_sent=16, **few)) == []
+    assert played(partial(agent_ends, sessions__ended=128, groups_sent=16, **few)) == []
 
 
 def test_watchdog_says_why_no_session_of_a_group_has_a_reward():
-    [raised] = played(agent("", sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16))
+    [raised] = played(
+        partial(agent_ends, sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16)
+    )
     assert raised["alarm"] == "groups_refused" and "failed/exit_status (" in raised["seen"]
 
 
@@ -435,11 +409,8 @@ def test_watchdog_raises_nothing_in_the_demonstration(seed, steps):
 
 
 def test_watchdog_names_an_abandoned_environment():
-    demo, history = Demo(0), History(LIMITS)
-    for line in demo.steps[:30]:
-        history.add_step(line)
-    for line in [line for line in demo.reports if line["time"] < T]:
-        history.add_report(ENV, line)
+    demo = Demo(0)
+    history = history_of(demo.steps[:30], [line for line in demo.reports if line["time"] < T])
     assert findings(history, T) == []
     history.environment(ENV).abandoned = "it was abandoned after 3 restarts"
     [found] = findings(history, T)
@@ -469,9 +440,7 @@ def test_watchdog_rests_while_servers_are_offloaded():
     """Their requests wait for the trainer, however long it takes, and so do the items of the environments."""
     demo = Demo(0)
     server_paused(demo)
-    history = History(LIMITS)
-    for line in demo.reports:
-        history.add_report(ENV, line)
+    history = history_of((), demo.reports)
     history.add_gateway(demo.gateway(0.0), 0.0)
     for now in range(0, 390, 5):
         history.servers_rest(float(now))
@@ -483,10 +452,7 @@ def test_watchdog_sees_an_environment_hang_between_rests():
     """Each step offloads the servers, and another environment keeps the steps coming."""
     demo = Demo(0)
     environment_hangs(demo)
-    history, raised = History(LIMITS), {}
-    reports = [line for line in demo.reports if line["time"] <= T + 10]
-    for line in reports:
-        history.add_report(ENV, line)
+    history, raised = history_of((), [line for line in demo.reports if line["time"] <= T + 10]), {}
     status = {"version": 1, "held": 0, "servers": []}
     for now in map(float, range(int(T) + 15, 1000, 5)):
         if now % 60 < 20:
