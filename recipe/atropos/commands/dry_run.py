@@ -23,9 +23,8 @@ from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
 from recipe.atropos.launcher.environment_processes import environment_secrets, serve_command
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.launcher.session_server import session_command
 from recipe.atropos.launcher.sglang import command_of_gateway, plan_inference
-from recipe.atropos.launcher.startup import api_command, trainer_command
+from recipe.atropos.launcher.startup import api_command, session_command, trainer_command
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, HIDDEN, public_config, without_secrets
 

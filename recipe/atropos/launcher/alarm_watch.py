@@ -22,8 +22,7 @@ from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run.alarm_lines import left_open
-from recipe.atropos.run.record import update_summary
+from recipe.atropos.run.record import left_open, update_summary
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines

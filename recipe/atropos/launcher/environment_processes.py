@@ -38,7 +38,7 @@ from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import ConfigurationError, LaunchError, attempt_all
 from recipe.atropos.inference.join_commands import adapter_flags, policy_settings
 from recipe.atropos.launcher.services import RestartPolicy, Run
-from recipe.atropos.run.item_counts import ItemCounts
+from recipe.atropos.run.record import ItemCounts
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError

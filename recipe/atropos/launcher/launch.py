@@ -19,9 +19,15 @@ from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import WATCH_SECONDS, Run
-from recipe.atropos.launcher.session_server import sessions_healthy, start_sessions
 from recipe.atropos.launcher.sglang import start_inference
-from recipe.atropos.launcher.startup import first_version, servers_healthy, start_api, start_trainer
+from recipe.atropos.launcher.startup import (
+    first_version,
+    servers_healthy,
+    sessions_healthy,
+    start_api,
+    start_sessions,
+    start_trainer,
+)
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig

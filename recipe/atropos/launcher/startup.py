@@ -1,4 +1,4 @@
-"""Start the Trajectory API and the trainer as processes, and wait for the services to be ready."""
+"""Start the Trajectory API, the session server and the trainer as processes, and wait for the services to be ready."""
 
 import json
 import sys
@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
+from recipe.atropos.config.derived import request_limits
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import RestartPolicy, Run
-from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy
+from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy, serves
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
@@ -22,11 +23,13 @@ from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
     Service,
     default_port,
+    free_port,
     wait_until_healthy,
 )
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, config_yaml, hidden_settings, secret_variables
 from recipe.atropos.utils.sockets import reserve
 
+_SESSIONS_SECONDS = 120.0  # for the session server to load its tokenizer
 _FORGOTTEN_SECONDS = 120.0  # for a gateway to answer once the trainer has ended: longer than its start takes
 API_PORT = 8000  # used if free: the default address of Atropos environments
 
@@ -55,6 +58,46 @@ def api_command(run: Run) -> tuple[list[str], str]:
     command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
     command += ["--data-dir", str(run.files.trajectories), "--retention", config.retention]
     return command, f"http://{reachable(config.host)}:{port}"
+
+
+def start_sessions(run: Run, inference: Inference, api: Service) -> None:
+    """Start the session server, by which programs sample, without waiting for it, if something uses it."""
+    config, command = run.config.inference, session_command(run, inference, api.url)
+    if command is None:
+        return
+    run.reserved["sessions"] = reserve(config.host, urlsplit(run.sessions_url).port, "sessions.port")
+    start = partial(run.start, "sessions", command, url=run.sessions_url, **{API_KEY_VARIABLE: run.environments_key})
+    run.restart_policies["sessions"] = RestartPolicy(
+        start, config.max_restarts, kind="sessions", recovers=lambda status: status < 0
+    )
+    start()
+
+
+def session_command(run: Run, inference: Inference, api_url: str) -> list[str] | None:
+    """Return the session server's command, None if nothing uses one; its address is ``run.sessions_url`` then."""
+    sessions, model, host = run.config.sessions, run.config.actor_rollout_ref.model.path, run.config.inference.host
+    used = any(spec.program for spec in run.plan.specs.values()) if sessions.enabled is None else sessions.enabled
+    if not used:
+        return None
+    port = sessions.port or free_port(host)
+    run.sessions_url = f"http://{reachable(host)}:{port}"
+    credit = None if run.plan.specs else OmegaConf.to_container(run.config.environment).get("credit")  # else is theirs
+    options = {
+        "host": host,
+        "port": port,
+        "gateway": inference.gateway,
+        "api": api_url,
+        "tokenizer": model,
+        "model": model,
+        "data": run.files.sessions,
+        "renderer": sessions.renderer,
+        "tool-parser": sessions.tool_parser,
+        "thinking": sessions.thinking,
+        "credit": credit and json.dumps(credit),
+        "timeout": request_limits(run.config).get("timeout"),
+    }
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]
 
 
 def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
@@ -116,6 +159,14 @@ async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
     seconds = await inference_healthy(run, inference)
     many = f"{len(inference.urls)} servers " if len(inference.urls) > 1 else ""
     say(f"{many}up after {seconds:.0f} s; api at {api.url}", "sglang")
+
+
+async def sessions_healthy(run: Run) -> None:
+    """Wait until the session server answers, if the run has one. Raises ServiceFailed if it does not."""
+    if run.sessions_url is not None:
+        await wait_until_healthy(
+            lambda: run.services["sessions"], partial(serves, run, run.sessions_url), _SESSIONS_SECONDS
+        )
 
 
 def start_trainer(run: Run, api: Service, inference: Inference) -> Service:

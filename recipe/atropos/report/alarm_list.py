@@ -9,7 +9,7 @@ from typing import Any
 
 from recipe.atropos.config.derived import derived_wait
 from recipe.atropos.report.run_history import History, shown
-from recipe.atropos.run.alarm_lines import by_alarm
+from recipe.atropos.run.record import by_alarm
 from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
 from recipe.atropos.watchdog.history import History as WatchedHistory
 from recipe.atropos.watchdog.history import Limits

@@ -1,7 +1,9 @@
-"""Run outputs that the trainer writes: ``metrics.jsonl``, with one line per step, and ``summary.json``.
+"""Run outputs that the trainer writes: ``metrics.jsonl``, with one line per step, and ``summary.json``; and what the
+lines of evaluations, alarms and environments' reports say.
 
-Both depend only on the trained steps: a resumed run continues the counts from its checkpoint and drops the lines of
-steps that the checkpoint does not include, because they are trained again. The launcher adds the rest of the summary.
+The trainer's depend only on the trained steps: a resumed run continues the counts from its checkpoint and drops the
+lines of steps that the checkpoint does not include, because they are trained again. The launcher adds the rest of the
+summary.
 """
 
 import contextlib
@@ -240,3 +242,49 @@ def heldout_scores(directory: str | Path) -> dict[int, float]:
     needed = {env for step in sorted(values)[-2:] for env in values[step]}
     scores = {step: [found[env] for env in needed] for step, found in values.items() if needed <= found.keys()}
     return {step: sum(found) / len(found) for step, found in scores.items()}
+
+
+Line = dict[str, Any]  # of ``alarms.jsonl``: an alarm that was raised or cleared
+
+
+def by_alarm(lines: Iterable[Line]) -> dict[tuple[str, str | None], list[Line]]:
+    """Return the lines of each alarm of each environment, in order; what changed last comes last."""
+    found: dict[tuple[str, str | None], list[Line]] = {}
+    for line in lines:
+        key = line["alarm"], line.get("environment")
+        found[key] = [*found.pop(key, ()), line]
+    return found
+
+
+def left_open(lines: Iterable[Line]) -> list[Line]:
+    """Return the lines that raised an alarm which no line clears, the newest last."""
+    newest = [each[-1] for each in by_alarm(lines).values()]
+    return [line for line in newest if line.get("state") == "raised"]
+
+
+class ItemCounts:
+    """What became of an environment's items over all its processes, from its reports.
+
+    ``totals``: of what ended, by name; ``in_flight``: items that are begun, by replica; ``lost``: items that were begun
+    when their process ended.
+    """
+
+    def __init__(self) -> None:
+        self.totals: Counter[str] = Counter()
+        self.in_flight: Counter[int] = Counter()
+        self.lost = 0
+        self._of_process: dict[int, Counter[str]] = {}  # by replica
+
+    def add(self, line: Mapping[str, Any]) -> Counter[str]:
+        """Add a line of a report, and return what it adds to the totals; each process counts from 0."""
+        replica = line.get("replica", 0)
+        if "started" in line:
+            self.lost += self.in_flight.pop(replica, 0)
+            self._of_process.pop(replica, None)
+        if "counts" not in line:
+            return Counter()
+        counts = Counter(line["counts"])
+        added = counts - self._of_process.get(replica, Counter())
+        self._of_process[replica], self.in_flight[replica] = counts, line["in_flight"]
+        self.totals += added
+        return added

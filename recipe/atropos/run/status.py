@@ -26,9 +26,8 @@ import psutil
 from cachetools import TTLCache, cached
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run.alarm_lines import left_open
 from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
-from recipe.atropos.run.record import SCORES, heldout_scores, read_evaluations
+from recipe.atropos.run.record import SCORES, heldout_scores, left_open, read_evaluations
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
@@ -162,7 +161,7 @@ class RunReader:
     def __init__(self, directory: str | Path):
         self.files = RunDir(directory)
         self._lines = LineReader(self.files.metrics)
-        self._series: dict[str, list[float]] = {name: [] for name in _SERIES}
+        self._rows: list[dict[str, float]] = []  # of each step, by the names of the series
         self._last: dict[str, Any] = {}
 
     def read(self) -> RunStatus:
@@ -176,10 +175,7 @@ class RunReader:
         trainer = config.get("trainer", {})
         total = trainer.get("total_training_steps")
         state = self._state(holder, listing, total)
-        services: tuple[ServiceStatus, ...] = ()
-        diagnosis = None
-        if state in ALIVE:
-            services, diagnosis = self._read_services(listing or {}, config, state)
+        services, diagnosis = self._read_services(listing or {}, config, state) if state in ALIVE else ((), None)
         evaluations = read_evaluations(self.files.path)
         return RunStatus(
             directory=self.files.path,
@@ -188,7 +184,7 @@ class RunReader:
             step=int(self._last.get("step", 0)),
             total=total,
             max_staleness=trainer.get("atropos", {}).get("max_staleness"),
-            series={name: list(values) for name, values in self._series.items()},  # a copy: another thread may show it
+            series={name: [row[name] for row in self._rows] for name in _SERIES},
             heldout=heldout_scores(self.files.path),
             heldout_metric=next((line["main"] for line in reversed(evaluations) if line.get("main")), ""),
             last=self._last,
@@ -202,12 +198,10 @@ class RunReader:
 
     def _read_metrics(self) -> None:
         for line in self._lines.new_lines():
-            steps = self._series["step"]
-            while steps and steps[-1] >= line["step"]:  # trained again, from a checkpoint
-                for values in self._series.values():
-                    values.pop()
-            for name, keys in _SERIES.items():
-                self._series[name].append(next((line[key] for key in keys if line.get(key) is not None), math.nan))
+            while self._rows and self._rows[-1]["step"] >= line["step"]:  # trained again, from a checkpoint
+                self._rows.pop()
+            known = {name: [line[key] for key in keys if line.get(key) is not None] for name, keys in _SERIES.items()}
+            self._rows.append({name: next(iter(values), math.nan) for name, values in known.items()})
             self._last = line
 
     def _read_config(self) -> dict[str, Any]:
@@ -234,7 +228,7 @@ class RunReader:
 
     def _pace(self) -> float | None:
         """Return the median seconds between the latest steps, pauses (a restart, an evaluation) left out."""
-        times = self._series["time"][-_PACE_STEPS - 1 :]
+        times = [row["time"] for row in self._rows[-_PACE_STEPS - 1 :]]
         gaps = sorted(after - before for before, after in zip(times, times[1:], strict=False))
         return gaps[len(gaps) // 2] if gaps else None
 

@@ -108,11 +108,9 @@ class _Tracker:
     def finish(self, exit_code: int) -> None:
         if self._failed:
             return
-        try:
+        with contextlib.suppress(queue.Full):
             self._jobs.put_nowait(exit_code)
             self._thread.join(_FINISH_SECONDS)
-        except queue.Full:
-            pass
         if self._thread.is_alive():
             self._fail(f"it was not done after {_FINISH_SECONDS:g} s; what it still had to send may be missing there")
 

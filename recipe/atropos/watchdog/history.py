@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe.atropos.data.reasons import Reason
-from recipe.atropos.run.item_counts import ItemCounts
+from recipe.atropos.run.record import ItemCounts
 
 PREFIX = "atropos/alarms/"
 # Mean absolute difference in nats, by SGLang's dtype: on fresh samples only kernels and rounding contribute to it.
@@ -239,10 +239,8 @@ class History:
         if before is not None and self.version is not None and self.version < before:
             self.undone = newest
         trained = newest.get("atropos/policy_version") if newest is not None and newest is not self.undone else None
-        if trained is not None and (self.version is None or self.version < trained):
-            self.behind = now if self.behind is None else self.behind
-        else:
-            self.behind = None
+        behind = trained is not None and (self.version is None or self.version < trained)
+        self.behind = (now if self.behind is None else self.behind) if behind else None
         for server in status["servers"]:
             url = server["url"]
             if url not in self.servers:

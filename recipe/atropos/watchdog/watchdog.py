@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recipe.atropos.run.alarm_lines import left_open
+from recipe.atropos.run.record import left_open
 from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
 from recipe.atropos.watchdog.history import History
 from recipe.atropos.watchdog.registry import RULES, Finding

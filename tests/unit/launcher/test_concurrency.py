@@ -13,7 +13,7 @@ from recipe.atropos.config.derived import groups_in_flight, request_limits
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.inference.join_commands import join_settings
 from recipe.atropos.launcher.environment_processes import environment_command
-from recipe.atropos.launcher.session_server import session_command
+from recipe.atropos.launcher.startup import session_command
 from recipe.atropos.sources.numbered import DataSourceConfig
 
 BATCH = ["actor_rollout_ref.model.path=m", "data.train_batch_size=128", "actor_rollout_ref.rollout.n=8"]

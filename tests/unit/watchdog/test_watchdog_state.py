@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
-from recipe.atropos.run.alarm_lines import left_open
+from recipe.atropos.run.record import left_open
 from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, History, Limits
 from recipe.atropos.watchdog.watchdog import Watchdog, account
 
