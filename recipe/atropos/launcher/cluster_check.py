@@ -39,7 +39,7 @@ _CONNECT_SECONDS = 3.0
 @dataclass(frozen=True)
 class Facts:
     """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU that
-    nvidia-smi shows; ``port``: where its probe listens; ``gpus``: how many Ray has there.
+    nvidia-smi shows; ``gpus``: how many Ray has there; ``port``: where its probe listens.
     """
 
     versions: dict[str, str | None]
@@ -47,8 +47,8 @@ class Facts:
     interfaces: dict[str, str]
     chosen: dict[str, str]
     gpu_memory: list[int]
-    port: int = 0
     gpus: float = 0.0
+    port: int = 0
 
 
 @dataclass(frozen=True)

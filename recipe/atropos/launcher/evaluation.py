@@ -27,8 +27,16 @@ from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run.evaluation_marker import NONE_YET, mark_evaluated, needs_evaluation
-from recipe.atropos.run.record import held_out, is_accuracy, item_count, read_evaluations, update_summary
+from recipe.atropos.run.record import (
+    NONE_YET,
+    held_out,
+    is_accuracy,
+    item_count,
+    mark_evaluated,
+    needs_evaluation,
+    read_evaluations,
+    update_summary,
+)
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed

@@ -184,7 +184,10 @@ class Cluster:
         self._timeout = float(config.inference.start_timeout)
         self._groups: list[PlacementGroup] = []
         self._seats: dict[str, _Seat] = {}
-        servers = {name: _resources(launch) for name, launch in launches.items()}
+        servers = {
+            name: {"CPU": 1.0} | ({"GPU": float(launch.gpus)} if uses_gpu(launch) else {})
+            for name, launch in launches.items()
+        }
         check_room(servers.values())
         self._reserve(servers, "PACK", f"{config.run.name}_servers")
         self._reserve({name: {"CPU": 1.0} for name in programs}, "SPREAD", f"{config.run.name}_environments")
@@ -277,10 +280,6 @@ def check_room(servers: Collection[Mapping[str, float]]) -> None:
             f"{', '.join(f'{own:g}' for own in each)} GPUs, have room for {room}; lower inference.servers or "
             "inference.args.tp_size, or add nodes before the start"
         )
-
-
-def _resources(launch: SGLangLaunch) -> dict[str, float]:
-    return {"CPU": 1.0, **({"GPU": float(launch.gpus)} if uses_gpu(launch) else {})}
 
 
 def _answer(call: Any, what: str, timeout: float) -> Any:

@@ -10,17 +10,29 @@ import contextlib
 import fcntl
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.files import append_line, disk_errors, read_json, read_lines, rewrite_lines, write_json
+from recipe.atropos.utils.files import (
+    append_line,
+    disk_errors,
+    read_json,
+    read_lines,
+    rewrite_lines,
+    write_atomic,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
+NONE_YET = -1  # no version has been evaluated
+
+_POLL_SECONDS, _MEANWHILE_SECONDS = 0.1, 2.0  # between two looks for an evaluation, and at what else is to be done
 _FRESH_SECONDS = 60.0  # for the marker file of a waiting trainer
 PHASES = {  # phases of a step, in order, and the trainer's timers that measure them
     "wait": ("wait",),
@@ -159,6 +171,49 @@ class WaitingMark:
         return time.monotonic() - self._changed < _FRESH_SECONDS
 
 
+class NotEvaluated(AtroposError, RuntimeError):
+    """The launcher did not report in time that the weights were evaluated."""
+
+
+def needs_evaluation(version: int, every: int | None) -> bool:
+    """Return whether the trainer keeps ``version`` until it is evaluated: the first, and then each ``every`` updates.
+
+    The last version is evaluated when the trainer has ended.
+    """
+    return version == 0 or bool(every and version % every == 0)
+
+
+def mark_evaluated(path: Path, version: int) -> None:
+    """Tell the trainer which ``version`` was evaluated last, in a file whose reader never sees a part of the number.
+
+    Without the launcher, no file is configured, and the trainer does not wait.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, str(version).encode())
+
+
+def wait_until_evaluated(
+    path: str | Path, version: int, timeout: float, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until ``version``, or a later one, was evaluated; call ``meanwhile`` every few seconds.
+
+    Raises:
+        NotEvaluated: it was not evaluated within ``timeout`` seconds.
+    """
+    begun = looked = time.monotonic()
+    while int(Path(path).read_text()) < version:
+        now = time.monotonic()
+        if now - begun > timeout:
+            raise NotEvaluated(
+                f"version {version} of the weights was not evaluated within {timeout:g} s; see the launcher's output, "
+                "or raise evaluation.timeout"
+            )
+        if now - looked > _MEANWHILE_SECONDS:
+            meanwhile()
+            looked = time.monotonic()
+        time.sleep(_POLL_SECONDS)
+
+
 def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Collection[str] = ()) -> None:
     """Merge ``values`` into ``summary.json`` and delete the keys in ``remove``.
 
@@ -244,19 +299,16 @@ def heldout_scores(directory: str | Path) -> dict[int, float]:
     return {step: sum(found) / len(found) for step, found in scores.items()}
 
 
-Line = dict[str, Any]  # of ``alarms.jsonl``: an alarm that was raised or cleared
-
-
-def by_alarm(lines: Iterable[Line]) -> dict[tuple[str, str | None], list[Line]]:
-    """Return the lines of each alarm of each environment, in order; what changed last comes last."""
-    found: dict[tuple[str, str | None], list[Line]] = {}
+def by_alarm(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str | None], list[dict[str, Any]]]:
+    """Return the lines of ``alarms.jsonl`` by alarm and environment, in order; what changed last comes last."""
+    found: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
     for line in lines:
         key = line["alarm"], line.get("environment")
         found[key] = [*found.pop(key, ()), line]
     return found
 
 
-def left_open(lines: Iterable[Line]) -> list[Line]:
+def left_open(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines that raised an alarm which no line clears, the newest last."""
     newest = [each[-1] for each in by_alarm(lines).values()]
     return [line for line in newest if line.get("state") == "raised"]

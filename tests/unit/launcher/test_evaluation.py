@@ -14,8 +14,13 @@ from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.launcher.evaluation import Evaluations, evaluation_text, heldout_summary, main_metric
 from recipe.atropos.launcher.plots import reward_figure
-from recipe.atropos.run.evaluation_marker import NotEvaluated, mark_evaluated, needs_evaluation, wait_until_evaluated
-from recipe.atropos.run.record import read_evaluations
+from recipe.atropos.run.record import (
+    NotEvaluated,
+    mark_evaluated,
+    needs_evaluation,
+    read_evaluations,
+    wait_until_evaluated,
+)
 
 
 def line(step, env="a", value=0.5):
