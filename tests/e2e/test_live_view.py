@@ -206,28 +206,31 @@ def test_live_view_leaves_the_terminal_to_the_shell(terminal, tmp_path):
     assert "in front: True" in shell.text and "behind: False" in shell.text
 
 
-@pytest.mark.parametrize("background", [True, False])
-def test_lines_of_a_disowned_job_outlive_its_terminal(terminal, tmp_path, background):
+DISOWNED = """
+import contextlib, pathlib, time
+from recipe.atropos.terminal.live_view import LiveView, shows_live
+from recipe.atropos.terminal.progress import console
+
+with LiveView(console, pathlib.Path("run")) if shows_live(console) else contextlib.nullcontext():
+    for number in range(60):
+        console.print("line", number)
+        time.sleep(0.1)
+pathlib.Path("done").touch()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_lines_of_a_disowned_job_outlive_its_terminal(terminal, tmp_path, stopped):
     """Else each line that it prints would end it: EIO. One that has a live view goes on without it."""
-    program = (
-        "import contextlib, pathlib, sys, time; from rich.console import Console\n"
-        "from recipe.atropos.terminal.live_view import LiveView, shows_live\n"
-        "from recipe.atropos.terminal.progress import console\n"
-        "pathlib.Path('run').mkdir()\n"
-        "with LiveView(console, pathlib.Path('run')) if shows_live(console) else contextlib.nullcontext():\n"
-        "    for number in range(60):\n"
-        "        console.print('line', number)\n"
-        "        time.sleep(0.1)\n"
-        "pathlib.Path('done').touch()\n"
-    )
-    (tmp_path / "program.py").write_text(program)
+    (tmp_path / "program.py").write_text(DISOWNED)
     shell = terminal(["bash", "--norc", "-i"], tmp_path)
-    shell.type(f"{sys.executable} program.py{' &' if background else ''}\n")
+    shell.type(f"{sys.executable} program.py{'' if stopped else ' &'}\n")
     shell.wait_for(r"line 2\s")
-    shell.type("disown\n" if background else "\x1abg\n")
-    if not background:
-        shell.wait_for("&\n")
-        shell.type("disown\n")
+    if stopped:
+        shell.type("\x1a")
+        shell.wait_for("Stopped")
+        shell.type("bg\n")
+    shell.type("disown\n")
     time.sleep(1)
     shell.close()
     until((tmp_path / "done").exists, 60)

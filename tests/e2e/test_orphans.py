@@ -170,3 +170,16 @@ def test_orphans_of_a_stopped_process_are_ended(family, monkeypatch):
     begin = time.monotonic()
     service.stop(grace=30)
     assert service.poll() == -signal.SIGTERM and time.monotonic() - begin < 20 and not family.living()
+
+
+@pytest.mark.slow
+def test_orphans_of_a_launcher_killed_in_a_spawn_are_ended(families):
+    """At moments spread over the start of a service."""
+    launched = [(family := families(), family.launch("many")) for _ in range(5)]
+    for number, (_, launcher) in enumerate(launched):
+        assert launcher.stdout.readline() == b"ready\n"
+        time.sleep(0.013 * number)
+        launcher.kill()
+        launcher.wait(30)
+    for family, _ in launched:
+        family.wait_until(lambda family=family: not family.living())

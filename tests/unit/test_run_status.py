@@ -21,6 +21,10 @@ def read(files):
     return RunReader(files.path).read()
 
 
+def health(files):
+    return {each.name: each.health for each in read(files).services}
+
+
 def this(**more):
     return {"pid": os.getpid(), "started": start_time(os.getpid()), **more}
 
@@ -89,13 +93,9 @@ def test_state_of_a_run_on_another_machine(tmp_path):
 
 def test_status_of_a_service_whose_pid_was_reused_is_down(tmp_path):
     files = make_run(tmp_path / "run", trainer=this(), environment=this(started=1e9), api={"pid": os.getpid()})
-    assert {each.name: each.health for each in read(files).services} == {
-        "trainer": "ok",
-        "environment": "down",
-        "api": "down",
-    }
+    assert health(files) == {"trainer": "ok", "environment": "down", "api": "down"}
     files.waiting.touch()
-    assert read(files).services[0].health == "waits" and read(files).waiting
+    assert health(files)["trainer"] == "waits" and read(files).waiting
 
 
 class _Endpoints(BaseHTTPRequestHandler):
@@ -221,10 +221,7 @@ def test_status_measures_the_memory_of_all_descendants():
 def test_status_of_services_that_end_with_the_run_is_no_fault(tmp_path):
     gone = {"pid": os.getpid(), "started": 1.0}
     files = make_run(tmp_path / "run", steps=20, total=20, trainer=this(), gateway=gone)
-    status = read(files)
-    assert status.state == "ending"
-    assert [(each.name, each.health) for each in status.services] == [("trainer", "ok"), ("gateway", "ended")]
-    files = make_run(tmp_path / "other", steps=19, total=20, gateway=gone)
-    assert [each.health for each in read(files).services] == ["down"]
+    assert read(files).state == "ending" and health(files) == {"trainer": "ok", "gateway": "ended"}
+    assert health(make_run(tmp_path / "other", steps=19, total=20, gateway=gone)) == {"gateway": "down"}
     files = make_run(tmp_path / "interrupted", steps=19, total=20, launcher=this(ending=True), gateway=gone)
-    assert read(files).state == "ending" and [each.health for each in read(files).services] == ["ended"]
+    assert read(files).state == "ending" and health(files) == {"gateway": "ended"}
