@@ -217,7 +217,14 @@ class DataSource:
 
     async def diagnosis(self) -> str:
         """Return a sentence on why no batch arrives."""
-        return await diagnose(self.config.api_url, self.config.secret)
+        try:
+            async with TrajectoryApiClient(self.config.api_url, self.config.secret, 0.0, timeout=10.0) as api:
+                return await self._why(api)
+        except TrajectoryApiError as error:
+            return f"the Trajectory API is silent ({error})"
+
+    async def _why(self, api: TrajectoryApiClient) -> str:
+        return (await api.diagnose())["why"]
 
     def _take(self, seconds: float) -> NumberedBatch | None:
         with self._changed:
@@ -277,12 +284,3 @@ class DataSource:
                 lambda: self._stopping or len(self._ready) < self.config.prefetch, _HEARTBEAT_SECONDS
             )
             return not self._stopping and len(self._ready) < self.config.prefetch
-
-
-async def diagnose(api_url: str, secret: str | None) -> str:
-    """Return a sentence on why there is no batch."""
-    try:
-        async with TrajectoryApiClient(api_url, secret, retry_timeout=0, timeout=10) as api:
-            return (await api.diagnose())["why"]
-    except TrajectoryApiError as error:
-        return f"the Trajectory API is silent ({error})"

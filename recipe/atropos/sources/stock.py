@@ -85,8 +85,29 @@ class StockSource(DataSource):
     def _call(self, path: str, **message: int) -> None:
         """Do nothing: ``run-api`` issues no tickets and keeps nothing."""
 
-    async def diagnosis(self) -> str:
-        return await diagnose(self.config.api_url, self.registration.batch_size)
+    async def _why(self, api: TrajectoryApiClient) -> str:
+        """Say whether environments do not respond, or what mismatches."""
+        batch_size = self.registration.batch_size
+        queued, latest = (await api.status())["queue_size"], await api.call("GET", "/latest_example")
+        size = len(latest.get("tokens") or [])
+        try:
+            await api.status(0)
+        except TrajectoryApiError:  # it answers 500 for an environment that has not registered
+            return f"no environment has registered at {api.url}; start one, or look into its log"
+        if size == 0:
+            return f"an environment has registered at {api.url} but posted nothing; look into its log and the server's"
+        waiting = f"{queued} groups wait, the last of {size} sequences"
+        if queued and batch_size % size:
+            return f"{waiting}, which cannot fill a batch of {batch_size} exactly"
+        if queued * size >= batch_size:
+            return (
+                f"{waiting}, and the API makes no batch of {batch_size} of them: groups of another size are in "
+                "between, or an environment with min_batch_allocation has left"
+            )
+        return (
+            f"environments have posted only {queued} groups since the last batch (the last had {size} sequences); "
+            "look into their logs: a group of equal scores, or one that is too long, is dropped there"
+        )
 
     def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
         return DataSourceError(f"{error}; start it (run-api --port PORT) or correct trainer.atropos.api_url")
@@ -220,32 +241,3 @@ class StockApi(TrajectoryApiClient):
                     f"{payload[key]}; the API keeps its first registration for life: restart it"
                 )
         return (await self.status())["current_step"]
-
-
-async def diagnose(api_url: str, batch_size: int) -> str:
-    """Return one sentence on why no batch arrives: whether API or environments do not respond, or what mismatches."""
-    try:
-        async with StockApi(api_url, retry_timeout=0.0, timeout=10.0) as api:
-            queued, latest = (await api.status())["queue_size"], await api.call("GET", "/latest_example")
-            size, environments = len(latest.get("tokens") or []), True
-            try:
-                await api.status(0)
-            except TrajectoryApiError:  # it answers 500 for an environment that has not registered
-                environments = False
-    except TrajectoryApiError as error:
-        return f"the Trajectory API is silent ({error})"
-    if not environments:
-        return f"no environment has registered at {api.url}; start one, or look into its log"
-    if size == 0:
-        return f"an environment has registered at {api.url} but posted nothing; look into its log and the server's"
-    if queued and batch_size % size:
-        return f"{queued} groups wait, the last of {size} sequences, which cannot fill a batch of {batch_size} exactly"
-    if queued * size >= batch_size:
-        return (
-            f"{queued} groups wait, the last of {size} sequences, and the API makes no batch of {batch_size} of them: "
-            "groups of another size are in between, or an environment with min_batch_allocation has left"
-        )
-    return (
-        f"environments have posted only {queued} groups since the last batch (the last had {size} sequences); "
-        "look into their logs: a group of equal scores, or one that is too long, is dropped there"
-    )
