@@ -12,7 +12,6 @@ Shapes: B rows, P and R the longest prompt and response of the batch, S = P + R,
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,20 @@ from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Row, RowLimits, VersionLimits
 from recipe.atropos.data.scored_group import Group
 from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
+
+_NOTHING = np.empty(0)
+
+
+class _Padding(Row):
+    """A row of one padding token in its prompt, and no response."""
+
+    def __post_init__(self) -> None:
+        """Nothing of it is trained on."""
+
+
+def _padding(i: int, token: int) -> Row:
+    """Return the row that pads a batch at place ``i``."""
+    return _Padding(np.array([token]), _NOTHING, _NOTHING, 0.0, f"padding-{i}")
 
 
 def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):
@@ -35,7 +48,7 @@ def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill:
     return torch.from_numpy(out)
 
 
-def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
+def rows_to_data_proto(given: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
     """Convert rows to the tensors that verl's actor and trainer read; None is a fully masked padding row.
 
     Padding rows are appended until the number of rows is a multiple of ``multiple_of``.
@@ -60,30 +73,26 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     Raises:
         ValueError: there are no rows other than padding.
     """
-    real = [row for row in rows if row is not None]
+    real = [row for row in given if row is not None]
     if not real:
         raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
-    rows = [*rows, *[None] * (-len(rows) % multiple_of)]
-    pad = np.array([limits.pad_token_id])
-    empty = np.empty(0)
-
-    column = partial(_column, rows)
+    padded = [*given, *[None] * (-len(given) % multiple_of)]
+    rows = [_padding(i, limits.pad_token_id) if row is None else row for i, row in enumerate(padded)]
 
     def per_token(name: str) -> torch.Tensor:
-        values = [empty if value is None else value for value in column(name, empty)]
+        values = [_NOTHING if value is None else value for value in _column(rows, name)]
         return _pad(values, width, np.float32)
 
-    width = max(len(row.response) for row in real)
-    prompt_width = max(len(row.prompt) for row in real)
-    prompts = _pad(column("prompt", pad), prompt_width, np.int64, limits.pad_token_id, left=True)
-    responses = _pad(column("response", empty), width, np.int64, limits.pad_token_id)
-    in_prompt = _pad([np.ones(len(prompt)) for prompt in column("prompt", pad)], prompt_width, np.int64, left=True)
-    in_response = _pad([np.ones(len(response)) for response in column("response", empty)], width, np.int64)
+    width = max(len(row.response) for row in rows)
+    prompt_width = max(len(row.prompt) for row in rows)
+    prompts = _pad(_column(rows, "prompt"), prompt_width, np.int64, limits.pad_token_id, left=True)
+    responses = _pad(_column(rows, "response"), width, np.int64, limits.pad_token_id)
+    in_prompt = _pad([np.ones(len(row.prompt)) for row in rows], prompt_width, np.int64, left=True)
+    in_response = _pad([np.ones(len(row.response)) for row in rows], width, np.int64)
     attention_mask = torch.cat([in_prompt, in_response], dim=1)
     scores = np.zeros((len(rows), width), dtype=np.float32)
     for out, row in zip(scores, rows, strict=True):
-        if row is not None:
-            out[np.flatnonzero(row.mask)[-1]] = row.score
+        out[np.flatnonzero(row.mask)[-1:]] = row.score
 
     tensors = {
         "prompts": prompts,
@@ -91,7 +100,7 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
         "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
-        "response_mask": _pad(column("mask", empty), width, np.int64),
+        "response_mask": _pad(_column(rows, "mask"), width, np.int64),
         "token_level_scores": torch.from_numpy(scores),
         "atropos_advantages": per_token("advantages"),
     }
@@ -103,19 +112,19 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(rows))
 
 
-def _column(rows: Sequence[Row | None], name: str, padding: Any = None) -> list[Any]:
-    return [padding if row is None else getattr(row, name) for row in rows]
+def _column(rows: Sequence[Row], name: str) -> list[Any]:
+    return [getattr(row, name) for row in rows]
 
 
-def _teacher_tensors(rows: Sequence[Row | None], prompt_width: int, length: int) -> dict[str, torch.Tensor]:
+def _teacher_tensors(rows: Sequence[Row], prompt_width: int, length: int) -> dict[str, torch.Tensor]:
     """Return ``teacher_ids`` and ``teacher_logprobs`` (B, length, K); an empty dict if no row has a teacher."""
-    top_k = max((row.teacher_ids.shape[1] for row in rows if row and row.teacher_ids is not None), default=0)
+    top_k = max((row.teacher_ids.shape[1] for row in rows if row.teacher_ids is not None), default=0)
     if not top_k:
         return {}
     teacher_ids = np.zeros((len(rows), length, top_k), dtype=np.int64)
     teacher_logprobs = np.full(teacher_ids.shape, NO_TEACHER)
     for i, row in enumerate(rows):
-        if row is not None and row.teacher_ids is not None:
+        if row.teacher_ids is not None:
             length, k = row.teacher_ids.shape
             predictors = slice(prompt_width - 1, prompt_width - 1 + length)
             teacher_ids[i, predictors, :k] = row.teacher_ids
@@ -129,28 +138,19 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))  # np.array would unpack tuples
 
 
-def _non_tensors(rows: Sequence[Row | None]) -> dict[str, np.ndarray]:
+def _non_tensors(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Return the per-row values, one (B,) array per name."""
-    column = partial(_column, rows)
-    versions = column("versions", (None, None))
-    raw_scores = [s if raw is None else raw for s, raw in zip(column("score", 0.0), column("raw_score"), strict=True)]
+    objects = "uid env_id env_name sampling credit dropped trajectory dropped_trajectories".split()
     return {
-        "uid": _objects([f"padding-{i}" if row is None else row.uid for i, row in enumerate(rows)]),
-        "env_id": _objects(column("env_id")),
-        "env_name": _objects(column("env_name")),
-        "policy_version_min": _objects([oldest for oldest, _ in versions]),
-        "policy_version_max": _objects([newest for _, newest in versions]),
-        "sampling": _objects(column("sampling")),
-        "credit": _objects(column("credit")),
-        "dropped": _objects(column("dropped", ())),
-        "trajectory": _objects(column("trajectory")),
-        "dropped_trajectories": _objects(column("dropped_trajectories", ())),
-        "raw_score": np.array(raw_scores),
-        "is_padding": np.array([row is None for row in rows]),
-        "has_log_probs": np.array([values is not None for values in column("log_probs")]),
-        "has_advantages": np.array([values is not None for values in column("advantages")]),
-        "has_teacher": np.array([values is not None for values in column("teacher_ids")]),
-        "zero_advantage": np.array(column("zero_advantage", False)),
+        **{name: _objects(_column(rows, name)) for name in objects},
+        "policy_version_min": _objects([row.versions[0] for row in rows]),
+        "policy_version_max": _objects([row.versions[1] for row in rows]),
+        "raw_score": np.array([row.score if row.raw_score is None else row.raw_score for row in rows]),
+        "is_padding": np.array([isinstance(row, _Padding) for row in rows]),
+        "has_log_probs": np.array([row.log_probs is not None for row in rows]),
+        "has_advantages": np.array([row.advantages is not None for row in rows]),
+        "has_teacher": np.array([row.teacher_ids is not None for row in rows]),
+        "zero_advantage": np.array(_column(rows, "zero_advantage")),
     }
 
 
