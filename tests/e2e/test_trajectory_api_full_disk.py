@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import subprocess
-import sys
 import time
 
 import pytest
@@ -11,7 +10,7 @@ import requests
 
 from helpers.disk import fill
 from helpers.services import group
-from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
+from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, Api, running_trajectory_api
 from helpers.waiting import until
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSourceError, Registration
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -120,8 +119,7 @@ def test_a_start_on_a_full_disk_says_so(tmp_path, full_disk, has_store):
             api.register(after=0)
             assert api.stop() == 0
     fill(full_disk)
-    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--port", "0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = Api(tmp_path, *flags).run()
     [line] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert ended.returncode == 1 and str(full_disk) in line and "make room" in line
 

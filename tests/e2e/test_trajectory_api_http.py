@@ -3,10 +3,7 @@
 import gzip
 import http.client
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from urllib.parse import urlencode
 
@@ -18,7 +15,7 @@ from hypothesis import strategies as st
 
 from helpers.packed import ODD_MESSAGES
 from helpers.services import group
-from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, running_trajectory_api
+from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, Api, running_trajectory_api
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.app import MAX_BODY
@@ -276,35 +273,31 @@ def test_other_sites_pages_are_refused(api, headers):
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
+    ("flags", "secret", "text"),
     [
-        (["--host", "0.0.0.0"], "error: host=0.0.0.0: without a secret"),
-        (["--secret-file", "/missing"], "error: secret-file=/missing"),
-        (["--port", "1"], None),
-        (["with/slash"], "error: $ATROPOS_API_KEY: the secret has a slash; write letters and digits"),
+        (["--host", "0.0.0.0"], "", "error: host=0.0.0.0: without a secret"),
+        (["--secret-file", "/missing"], "", "error: secret-file=/missing"),
+        ([], "with/slash", "error: $ATROPOS_API_KEY: the secret has a slash; write letters and digits"),
     ],
 )
-def test_a_start_that_cannot_work_says_why(tmp_path, flags, text):
-    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--data-dir", str(tmp_path), *flags]
-    environment = {**os.environ, "ATROPOS_API_KEY": ""}
-    if flags == ["with/slash"]:
-        environment["ATROPOS_API_KEY"] = command.pop()
-    if text is None:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            command[-1] = str(taken.getsockname()[1])
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
-        text = f"error: host=127.0.0.1, port={command[-1]}"
-    else:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+def test_a_start_that_cannot_work_says_why(tmp_path, flags, secret, text):
+    ended = Api(tmp_path, *flags, secret=secret).run()
     assert ended.returncode == 1 and ended.stderr.splitlines()[-1].startswith(text)
+
+
+def test_a_start_at_a_taken_port_says_so(tmp_path):
+    api = Api(tmp_path)
+    with socket.create_server(("127.0.0.1", api.port)):
+        ended = api.run()
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"error: host=127.0.0.1, port={api.port}")
 
 
 def test_a_secret_file_must_be_private(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("abc\n")
     secret.chmod(0o644)
-    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--data-dir", str(tmp_path / "data")]
-    ended = subprocess.run([*command, "--secret-file", str(secret)], capture_output=True, text=True, timeout=60)
+    ended = Api(tmp_path, "--secret-file", str(secret)).run()
     assert ended.returncode == 1 and "chmod 600" in ended.stderr
     secret.chmod(0o600)
     with running_trajectory_api(tmp_path, "--secret-file", str(secret), "--host", "0.0.0.0") as api:

@@ -56,6 +56,10 @@ class Api:
                 assert self.process.poll() is None and time.monotonic() < deadline, self.log()
                 time.sleep(0.02)
 
+    def run(self) -> subprocess.CompletedProcess:
+        """Run a server that ends by itself, and return what it said."""
+        return subprocess.run(self._command, capture_output=True, text=True, timeout=60, env=self._environment)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()

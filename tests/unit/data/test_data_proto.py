@@ -252,6 +252,18 @@ def test_distillation_fields_may_be_empty():
         ),
         (teacher([[], [], [1, 2], [3]]), "ragged_distillation", "1 distill_token_ids and 2 distill_logprobs"),
         (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_logprobs at position 2"),
+        (
+            teacher([[], [], [1, 2], []], [[], [], [-1.0, -2.0], []]),
+            "ragged_distillation",
+            "0 distill_token_ids and 0 distill_logprobs at position 3, and 2 at its first trained one",
+        ),
+        (
+            teacher([[7], [7], [1, 2], [3, 4]], [[-1.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]]),
+            "ragged_distillation",
+            "1 distill_token_ids and 1 distill_logprobs at position 0",
+        ),
+        (teacher([[], [], [3, 100], [200, 4]]), "foreign_tokens", "distill_token_ids[0] is 100 at position 2"),
+        (teacher([[], [], [4, 4], [3, 3]]), "repeated_distill_token", "distill_token_ids[0] is [4, 4] at position 2"),
         (teacher([[], [], [1, 2]]), "unequal_lengths", "distill_token_ids[0] has 3 positions, tokens[0] has 4"),
         (
             teacher(logprobs=[[], [], [-1, -2], [-1, math.nan]]),
@@ -290,10 +302,10 @@ def test_distillation_fields_may_be_empty():
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
         ({"overrides": [{"set_advantage_to_zero": "false"}, {}]}, "malformed", "overrides[0]"),
     ],
-    ids=[f"case{i}" for i in range(33)],
+    ids=[f"case{i}" for i in range(37)],
 )
 def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
-    """The message names the group. One without sequences counts as one."""
+    """The message names the group, and the first place. A group without sequences counts as one."""
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
     assert len(rows) == 2 and {row.uid for row in rows} == {"0"}, "the good group stays"
     assert report.dropped == {reason: 1 if changes == {"tokens": []} else 2}

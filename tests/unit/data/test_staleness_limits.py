@@ -17,26 +17,23 @@ def versioned(number, oldest, newest):
 
 
 def test_staleness_rows_out_of_bounds_are_dropped_and_counted():
+    """Those of weights that were never pushed, and of an abandoned policy, for any bound."""
     groups = [versioned(0, [5, 3, 2, None], [5, 6, 5, None]), versioned(1, [6, 7, 4, 4], [6, 7, 7, 6])]
+    groups.append(versioned(2, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6]))
+    always = {"future_version": 2, "not_pushed": 2}
     expected = {
-        None: ({"future_version": 2}, [5, 3, 2, None, 6, 4]),
-        2: ({"future_version": 2, "stale": 2, "unknown_version": 1}, [5, 6, 4]),
-        0: ({"future_version": 2, "stale": 4, "unknown_version": 1}, [6]),
+        None: ({}, [5, 3, 2, None, 6, 4, 6, 6]),
+        2: ({"stale": 2, "unknown_version": 1}, [5, 6, 4, 6, 6]),
+        0: ({"stale": 4, "unknown_version": 1}, [6, 6, 6]),
     }
     for max_staleness, (dropped, kept) in expected.items():
+        dropped |= always
         rows, report = groups_to_data_proto(groups, RowLimits(20, 0), 4, VersionLimits(6, max_staleness))
         assert report.dropped == dropped and report.rows == len(kept)
         real = ~rows.non_tensor_batch["is_padding"]
         assert rows.non_tensor_batch["policy_version_min"][real].tolist() == kept
         for reason, count in dropped.items():
             assert report.metrics()[f"atropos/math/dropped/{reason}"] == count
-
-
-@pytest.mark.parametrize("max_staleness", [None, 0, 9])
-def test_staleness_rows_of_unpushed_weights_are_never_trained_on(max_staleness):
-    groups = [versioned(0, [6, NOT_PUSHED, NOT_PUSHED, 6], [6, NOT_PUSHED, 6, 6])]
-    _, report = groups_to_data_proto(groups, RowLimits(20, 0), 1, VersionLimits(6, max_staleness))
-    assert report.dropped == {"not_pushed": 2} and report.rows == 2
 
 
 @pytest.mark.parametrize(
