@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from helpers.runs import metrics_line
 from helpers.sampled import I, three_rows
 from helpers.sglang import make_tiny_model
 from recipe.atropos.adapter.completion_cache import CompletionCache
@@ -260,6 +261,7 @@ def test_sampling_alarm_is_on_fresh_rows_beyond_the_tolerance():
 
 
 def test_sampling_alarms_of_a_step_are_beside_it():
-    line = {"step": 3, "atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
-    assert "logprob_difference, truncated_sampling" in launch._alarms(line)
-    assert launch._alarms({"step": 3}) == ""
+    line = metrics_line(3, **{"atropos/rows": 8.0, "phase_s/wait": 0.0, "atropos/policy_version": 3})
+    raised = {"atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
+    assert str(launch._step(line | raised)).endswith("version 3  logprob_difference, truncated_sampling")
+    assert str(launch._step(line)).endswith("version 3")

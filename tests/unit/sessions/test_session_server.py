@@ -12,7 +12,6 @@ import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.sessions import server
 from recipe.atropos.sessions.server import session_key
 from recipe.atropos.sessions.session import Session
 from recipe.atropos.sessions.store import Store
@@ -387,7 +386,7 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
 
 
 def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, monkeypatch):
-    monkeypatch.setattr(server, "_IN_MEMORY", 1)
+    monkeypatch.setattr("recipe.atropos.sessions.server._IN_MEMORY", 1)
     opened, messages = sessions.open(), [{"role": "user", "content": "sum"}]
     for _ in range(2):
         reply = sessions.call("POST", "/v1/chat/completions", {"messages": messages}, opened["api_key"])[1]
