@@ -79,8 +79,7 @@ def test_an_api_that_is_killed_and_started_again_loses_nothing(api):
     with source(api, retry_attempts=20, retry_delay=0.5) as survivor:
         api.post_groups(1, 2, 3)
         assert taken(survivor.next_batch()) == (1, [1, 2])
-        api.kill()
-        api.start()
+        api.restart()
         survivor.weights_pushed(1)
         survivor.commit(1)
         api.post_groups(4)

@@ -30,8 +30,7 @@ def test_a_batch_is_the_same_when_asked_again(api):
     packed = api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED})
     assert json.loads(first)["number"] == 1 and packed.headers[wire.BATCH_HEADER] == "1"
     assert [api.batch(f"?after={after}") for after in (1, 2, 0)] == [[3, 4], [5, 6], [1, 2]]
-    api.kill()
-    api.start()
+    api.restart()
     assert api.session.get(f"{api.url}/batch?after=0").content == first
     assert api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED}).content == packed.content
     assert [unpack(record).scores[0] for record in wire.split(packed.content)] == [1.0, 2.0]
@@ -67,8 +66,7 @@ def test_committed_batches_are_deleted_if_told(tmp_path):
         assert gone.status_code == 410 and gone.json()["oldest"] == 3
         assert api.batch("?after=2") == [5, 6]
         assert api.post("/register", REGISTRATION | {"after": 1}, status=410)["oldest"] == 3
-        api.kill()
-        api.start()
+        api.restart()
         assert api.post("/register", REGISTRATION | {"after": 0}, status=410)["oldest"] == 3
 
 
@@ -79,8 +77,7 @@ def test_a_live_run_is_not_reset(api):
     assert requests.get(f"{api.url}/reset_data").status_code == 409
     api.post("/register", REGISTRATION | {"batch_size": 1}, status=409)
     assert requests.get(f"{api.url}/batch").status_code == 409
-    api.kill()
-    api.start()
+    api.restart()
     assert requests.get(f"{api.url}/reset_data").status_code == 409
     assert api.batch("?after=0") == [1, 2]
 
@@ -99,8 +96,7 @@ def test_a_key_is_stored_once(api):
     api.register()
     for _ in range(3):
         api.post("/scored_data_list", [group(1), group(1)], Atropos_Key="one")
-    api.kill()
-    api.start()
+    api.restart()
     api.post("/scored_data_list", [group(1), group(1)], Atropos_Key="one")
     api.post("/scored_data", group(1), status=409, Atropos_Key="one")
     assert api.get("/status")["queue_size"] == 2
@@ -112,8 +108,7 @@ def test_tickets_survive_a_restart_and_order_the_batches(api):
     first, second = (api.post("/begin", {"env_id": env_id})["ticket"] for _ in range(2))
     refused = api.post("/begin", {"env_id": env_id})
     assert refused["ticket"] is None and refused["retry_after"] > 0 and "may be in 1 at most" in refused["reason"]
-    api.kill()
-    api.start()
+    api.restart()
     assert api.post("/begin", {"env_id": env_id})["ticket"] is None
     api.post("/scored_data", group(2) | {"env_id": env_id}, Atropos_Ticket=str(second))
     assert api.batch("?after=0&wait=0.2") is None
@@ -194,7 +189,7 @@ def test_damage_ends_the_server_with_its_reason(tmp_path):
         reply = api.session.get(f"{api.url}/batch?after=0")
         assert reply.status_code == 503 and "is damaged" in reply.json()["detail"]
         assert api.process.wait(20) == 1
-        again = subprocess.run(api._command, capture_output=True, text=True, timeout=60)
+        again = api.run()
         for told in (api.log(), again.stderr):
             assert told.splitlines()[-1].startswith(f"error: {database} is damaged: "), told
         assert again.returncode == 1 and "Traceback" not in api.log() + again.stderr

@@ -64,6 +64,10 @@ class Api:
         self.process.kill()
         self.process.wait()
 
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
     def stop(self) -> int:
         self.process.terminate()
         return self.process.wait(20)

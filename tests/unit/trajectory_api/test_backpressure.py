@@ -127,6 +127,13 @@ async def take_batches(service, clock, env, seconds):
         await delivery.numbered_batch(service, service.last, 0, None)
 
 
+def stays(service, clock, ticket, seconds):
+    """Whether a ticket is still open after so many seconds more."""
+    clock.now += seconds
+    service.release_hung()
+    return ticket in service.queue.tickets
+
+
 async def test_a_hung_ticket_holds_a_batch_only_for_a_while(service, clock, caplog):
     """Three times as long as its environment's tickets took at most, and 30 s: then it is released, by name."""
     await delivery.register(service, registration(8, after=0))
@@ -137,16 +144,10 @@ async def test_a_hung_ticket_holds_a_batch_only_for_a_while(service, clock, capl
     for _ in range(3):
         await post(service, 1, env=env, ticket=await begin(service, env))
     assert await delivery.numbered_batch(service, 5, 0, None, prefetch=True) is None
-    clock.now += 61
-    service.release_hung()
-    assert hung in service.queue.tickets, "the trainer has a batch to train on"
+    assert stays(service, clock, hung, seconds=61), "the trainer has a batch to train on"
     assert await delivery.numbered_batch(service, 5, 0, None) is None
-    clock.now += 59
-    service.release_hung()
-    assert hung in service.queue.tickets
-    clock.now += 2
-    service.release_hung()
-    assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+    assert stays(service, clock, hung, seconds=59)
+    assert not stays(service, clock, hung, seconds=2) and service.counts["released/hung"] == 1
     assert await delivery.numbered_batch(service, 5, 0, None) == 6
     await post(service, 2, env=env, ticket=hung)
     assert service.queue.sequences == 8, "what it gives after all is a group without a ticket"
@@ -185,18 +186,12 @@ async def test_an_environment_that_hangs_from_the_first_stops_nobody(service, cl
     hung = await begin(service, slow)
     ticket = await begin(service, first)
     assert await delivery.numbered_batch(service, 0, 0, None) is None
-    clock.now += 1000
-    service.release_hung()
-    assert hung in service.queue.tickets, "of nobody is it known how long groups take"
+    assert stays(service, clock, hung, seconds=1000), "of nobody is it known how long groups take"
     await delivery.register(service, registration(8, after=0))
     await post(service, 1, env=first, ticket=ticket)
     assert await delivery.numbered_batch(service, 0, 0, None) is None
-    clock.now += 2999
-    service.release_hung()
-    assert hung in service.queue.tickets
-    clock.now += 2
-    service.release_hung()
-    assert hung not in service.queue.tickets and service.counts["released/hung"] == 1
+    assert stays(service, clock, hung, seconds=2999)
+    assert not stays(service, clock, hung, seconds=2) and service.counts["released/hung"] == 1
     await post(service, 2, env=slow, ticket=hung)
     assert service.queue.environments[slow].seconds[0] == pytest.approx(4001), "it is late, and known now"
     assert not service.queue.hung
