@@ -132,6 +132,11 @@ def same(one: Message, other: Message) -> bool:
     return one == other or _said(one) == _said(other)
 
 
+def alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether as many messages say the same."""
+    return some == others or (len(some) == len(others) and all(map(same, some, others)))
+
+
 def _said(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return (

@@ -18,7 +18,7 @@ import numpy as np
 
 from recipe.atropos.data.rows import IGNORED
 from recipe.atropos.data.sampling import SamplingParams
-from recipe.atropos.sessions.messages import Message, same
+from recipe.atropos.sessions.messages import Message, alike, same
 
 NO_LOGPROB = 1.0  # of a token that is not trained (atroposlib's value)
 
@@ -47,6 +47,7 @@ class Turn:
     cause: str | None
     tools: bool
     children: list["Turn"] = field(default_factory=list)
+    _ids: np.ndarray | None = field(default=None, repr=False)  # of the newest turn that goes on from here
 
     def path(self) -> list["Turn"]:
         """Return the turns from the first of this history to this one."""
@@ -58,7 +59,16 @@ class Turn:
 
     def ids(self) -> np.ndarray:
         """Return prompt and reply, (length,) int32."""
-        return np.concatenate([part for turn in self.path() for part in (turn.added, turn.tokens)])
+        turn, parts = self, []
+        while turn is not None and turn._ids is None:
+            parts += [turn.tokens, turn.added]
+            turn = turn.parent
+        if parts:
+            known = [turn._ids] if turn is not None else []
+            self._ids = np.concatenate(known + parts[::-1])
+            if turn is not None:
+                turn._ids = None  # a path keeps its ids once
+        return self._ids
 
     def history(self) -> list[Message]:
         """Return the messages up to the reply, which is the last."""
@@ -128,8 +138,7 @@ class Tree:
 
         def end(turn: Turn, at: int) -> int | None:
             there = messages[at : at + len(turn.messages)]
-            fits = turn.basis == basis and len(there) == len(turn.messages) and all(map(same, turn.messages, there))
-            return at + len(there) if fits else None
+            return at + len(there) if turn.basis == basis and alike(turn.messages, there) else None
 
         return self._deepest(end)
 
@@ -185,8 +194,8 @@ class Tree:
         common = 0
         for turn in self.turns:
             history = turn.history() if turn.basis is not None else []
-            alike = list(map(same, history, messages))
-            count = [*alike, False].index(False)
+            equal = [*map(same, history, messages), False]
+            count = equal.index(False)
             if (count, len(history)) > (common, len(best)):
                 best, common = history, count
         replies = any(each["role"] == "assistant" for each in messages)
@@ -198,5 +207,4 @@ class Tree:
         if "tool_calls" in best[common] and "tool_calls" in messages[common]:
             return "tool_call_changed"
         mine, theirs = (history[common + 1 : common + 2] for history in (best, messages))
-        goes_on = len(mine) == len(theirs) and all(map(same, mine, theirs))
-        return "message_edited" if goes_on or len(messages) >= len(best) else "compaction"
+        return "message_edited" if alike(mine, theirs) or len(messages) >= len(best) else "compaction"
