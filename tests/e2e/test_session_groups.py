@@ -149,6 +149,16 @@ def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
     assert api.get("/diagnose")["counts"]["released/no_group"] == 1
 
 
+def test_session_groups_of_one_key_are_one(sessions, api):
+    """A program whose answer was lost asks again; else the first would hold its ticket until its sessions' time."""
+    first = opened(sessions, key="a")
+    assert opened(sessions, key="a") == first
+    sessions.stop()
+    sessions.start()
+    assert opened(sessions, key="a") == first != opened(sessions, key="b")
+    assert api.get("/diagnose")["queue"]["open_tickets"] == 2
+
+
 def test_session_groups_larger_than_a_batch_are_refused(sessions, api):
     status, answer = sessions.call("POST", "/groups", {"env": "tool", "size": 7})
     assert status == 400 and "give 1 to 6" in answer["error"]["message"]

@@ -37,10 +37,13 @@ _TRIES = 2
 
 
 class GroupRequest(SessionOptions, kw_only=True):  # type: ignore[call-arg]
-    """The body of ``POST /groups``; ``size`` sessions on an item."""
+    """The body of ``POST /groups``; ``size`` sessions on an item. While a group of this ``key`` is open it is answered
+    again, so a program whose answer was lost asks with the same one.
+    """
 
     env: str
     size: int
+    key: str | None = None
 
 
 class Group(msgspec.Struct):
@@ -87,6 +90,9 @@ class Groups:
         if request.size < 1:
             raise RequestError(f"size={request.size}: give 1 or more")
         async with self._locks[request.env]:
+            for group in self._groups.values():
+                if request.key is not None and (group.request.env, group.request.key) == (request.env, request.key):
+                    return [self._load(identifier) for identifier in group.sessions]
             ticket = await self._ticket(request)
         if ticket is None:
             status = await self._api.diagnose()
