@@ -245,7 +245,7 @@ class Session:
         messages = self._messages(asked)
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
-        parent, added, cause = self._prompt(asked, messages, rendering)
+        parent, added, new, cause = self._prompt(asked, messages, rendering)
         prompt = _whole(parent, added)
         params = self._params(asked, len(prompt), rendering)
         reserved = params["max_new_tokens"] or 0
@@ -264,7 +264,7 @@ class Session:
             SamplingParams.from_request(params).to_mapping(),
             asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
             cause,
-            messages[len(parent.history()) :] if parent else messages,
+            new,
             _basis(asked),
             bool(asked.tools),
         )
@@ -275,7 +275,7 @@ class Session:
 
     def prompt(self, asked: Asked, rendering: Rendering) -> list[int]:
         """Return the ids that a reply to this request would be sampled after. Raises as ``sample``."""
-        parent, added, _ = self._prompt(asked, self._messages(asked), rendering)
+        parent, added, *_ = self._prompt(asked, self._messages(asked), rendering)
         return _whole(parent, added)
 
     def delivered(self, exchange: Exchange) -> None:
@@ -343,26 +343,28 @@ class Session:
 
     def _prompt(
         self, asked: Asked, messages: list[Message], rendering: Rendering
-    ) -> tuple[Turn | None, list[int], str | None]:
-        """Return the turn that a request continues, the ids that it adds to that, and why it continues none."""
+    ) -> tuple[Turn | None, list[int], list[Message], str | None]:
+        """Return the turn that a request continues, the ids and the messages that it adds to that, and why it continues
+        none.
+        """
         if isinstance(asked.prompt, str):
             if (parent := self.tree.continued_text(asked.prompt)) is not None:
                 if (rest := rendering.after_text(parent, asked.prompt)) is not None:
-                    return parent, rest, None
-            return None, rendering.tokenizer.encode(asked.prompt), None
+                    return parent, rest, [], None
+            return None, rendering.tokenizer.encode(asked.prompt), [], None
         if asked.prompt is not None:
-            parent = self.tree.continued_ids(as_ids(asked.prompt))
-            return parent, asked.prompt[0 if parent is None else len(parent.ids()) :], None
+            parent, count = self.tree.continued_ids(as_ids(asked.prompt))
+            return parent, asked.prompt[count:], [], None
         cause = None
-        if (parent := self.tree.continued(messages, _basis(asked))) is not None:
-            count = len(parent.history())
+        parent, count = self.tree.continued(messages, _basis(asked))
+        if parent is not None:
             added = rendering.bridged(parent, messages[:count], messages[count:], asked.tools, asked.template)
             if added is not None:
-                return parent, added, None
+                return parent, added, messages[count:], None
             cause = "thinking_stripped" if parent.thinking else "other"
         elif self.tree.turns:
             cause = self.tree.fork_cause(messages)
-        return None, rendering.prompt(messages, asked.tools, asked.template), cause
+        return None, rendering.prompt(messages, asked.tools, asked.template), messages, cause
 
     async def _tokens_left(self) -> None:
         """Wait while the replies in flight may have all tokens that are left. Raises RequestError: they had them."""

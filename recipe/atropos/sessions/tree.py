@@ -133,8 +133,8 @@ class Tree:
             turn.parent.children.append(turn)
         self.turns.append(turn)
 
-    def continued(self, messages: Sequence[Message], basis: bytes) -> Turn | None:
-        """Return the deepest turn whose history are the first of ``messages``."""
+    def continued(self, messages: Sequence[Message], basis: bytes | None) -> tuple[Turn | None, int]:
+        """Return the deepest turn whose history are the first of ``messages``, and how many those are."""
 
         def end(turn: Turn, at: int) -> int | None:
             there = messages[at : at + len(turn.messages)]
@@ -147,8 +147,8 @@ class Tree:
         found = [turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)]
         return max(found, key=lambda turn: (len(turn.text or ""), turn.number), default=None)
 
-    def continued_ids(self, ids: np.ndarray) -> Turn | None:
-        """Return the deepest turn whose path ``ids``, (length,) int32, begin with."""
+    def continued_ids(self, ids: np.ndarray) -> tuple[Turn | None, int]:
+        """Return the deepest turn whose path ``ids``, (length,) int32, begin with, and the path's length."""
 
         def end(turn: Turn, at: int) -> int | None:
             middle, end = at + len(turn.added), at + len(turn.added) + len(turn.tokens)
@@ -157,13 +157,15 @@ class Tree:
 
         return self._deepest(end)
 
-    def _deepest(self, end: Callable[[Turn, int], int | None]) -> Turn | None:
-        """Return the turn that ends last; ``end(turn, at)``: where one that begins ``at`` does, None if it differs."""
+    def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
+        """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
+        differs.
+        """
         ends: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:
             if turn.parent in ends and (found := end(turn, ends[turn.parent])) is not None:
                 ends[turn] = found
-        return max(reversed(ends), key=ends.__getitem__)
+        return max(reversed(ends.items()), key=lambda one: one[1])
 
     def leaves(self) -> Iterator[Leaf]:
         """Yield the rows to train on; each turn is trained in the first that has it."""
