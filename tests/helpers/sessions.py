@@ -1,12 +1,14 @@
 """Chat templates as models ship them, a tokenizer for them, and a policy whose every token is known."""
 
 import asyncio
+import http.client
 import json
 import random
 import re
 import threading
 import urllib.error
 import urllib.request
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anthropic
@@ -171,6 +173,9 @@ def check_trained_once(policy, tree):
     assert found == expected
 
 
+SUM = {"messages": [{"role": "user", "content": "sum"}]}
+
+
 class Sessions:
     """A session server in this process, over a scripted policy; used as a context manager."""
 
@@ -224,6 +229,25 @@ class Sessions:
         status, opened = self.call("POST", "/sessions", fields)
         assert status == 200, opened
         return opened
+
+    def ask(self, opened, path="/v1/chat/completions", retry=False, **fields):
+        """A program's request, and its answer."""
+        return self.call("POST", path, SUM | fields, opened["api_key"], **{"x-stainless-retry-count": str(int(retry))})
+
+    def begin(self, opened, path="/v1/chat/completions", **fields):
+        """A program's request, whose answer is to be read; its client may leave before."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection.request("POST", path, json.dumps(SUM | fields), {"Authorization": f"Bearer {opened['api_key']}"})
+        return connection
+
+    @contextmanager
+    def generating(self, generate):
+        """Replies come from ``generate`` instead of the policy."""
+        self.server._generate = generate
+        try:
+            yield
+        finally:
+            self.server._generate = self.policy
 
     def openai(self, opened, **options):
         return openai.OpenAI(base_url=f"{opened['base_url']}/v1", api_key=opened["api_key"], **options)

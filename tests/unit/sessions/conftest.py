@@ -1,0 +1,19 @@
+"""One session server for the tests of a module, over a scripted policy that each test finds as new."""
+
+import pytest
+
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with Sessions(tmp_path_factory.mktemp("sessions"), ScriptedPolicy(chat_tokenizer("thinking_kept"))) as sessions:
+        yield sessions
+
+
+@pytest.fixture
+def sessions(served):
+    served.policy.sampled.clear()
+    served.policy.script.clear()
+    served.policy.delay = 0.0
+    return served

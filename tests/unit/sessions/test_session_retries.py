@@ -1,0 +1,131 @@
+"""Requests that come again: after a broken connection, a failure, a restart; what is sampled anew, and what is not."""
+
+import json
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import openai
+import pytest
+
+from helpers.sessions import SUM
+from recipe.atropos.inference.client import InferenceError
+from recipe.atropos.sessions.server import SessionServer
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_session_retries_get_the_recorded_reply(sessions):
+    opened = sessions.open()
+    first = sessions.ask(opened)
+    retry = sessions.ask(opened, retry=True)
+    again = sessions.ask(opened)
+    assert retry == first and again[1]["id"] != first[1]["id"]
+    assert len(sessions.policy.sampled) == 2
+    sessions.stop()
+    sessions.start()
+    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["retries"] == 1
+    sessions.check(opened)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_session_client_that_leaves_and_comes_again(sessions, stream, waits):
+    """While its reply is sampled, or after; the reply is sampled once and trained once."""
+    opened = sessions.open()
+    sessions.policy.delay = 0.5
+    connection = sessions.begin(opened, stream=stream)
+    time.sleep(0.2)
+    connection.close()
+    time.sleep(0.1 if waits else 0.6)
+    answer = sessions.begin(opened, stream=stream).getresponse()
+    assert answer.status == 200 and answer.read()
+    assert len(sessions.policy.sampled) == 1 and sessions.session(opened).summary()["retries"] == 1
+    sessions.check(opened)
+
+
+def test_session_equal_requests_at_once_are_two_turns(sessions):
+    opened = sessions.open()
+    sessions.policy.delay = 0.3
+    replies = [sessions.begin(opened) for _ in range(2)]
+    ids = {json.loads(connection.getresponse().read())["id"] for connection in replies}
+    assert len(ids) == len(sessions.policy.sampled) == 2
+    sessions.check(opened)
+
+
+def test_session_retries_get_the_reply_that_was_lost(sessions):
+    """Not that of an equal request on another connection."""
+    opened = sessions.open()
+    sessions.policy.delay = 0.3
+    lost = sessions.begin(opened)
+    time.sleep(0.1)
+    other = sessions.begin(opened)
+    time.sleep(0.1)
+    lost.close()
+    time.sleep(0.1)
+    retried = sessions.ask(opened, retry=True)
+    assert json.loads(other.getresponse().read())["id"] != retried[1]["id"]
+    assert len(sessions.policy.sampled) == 2
+    sessions.check(opened)
+
+
+def test_session_failed_requests_are_sampled_again(sessions):
+    opened = sessions.open()
+
+    async def fails(ids, params):
+        raise InferenceError("http://gateway", "/generate", "no server is admitted", 503)
+
+    with sessions.generating(fails):
+        assert sessions.ask(opened)[0] == 503
+        streamed = sessions.begin(opened, stream=True).getresponse().read().decode()
+        assert "no server is admitted" in streamed and "[DONE]" not in streamed
+    assert sessions.openai(opened).chat.completions.create(model="policy", **SUM).id
+    sessions.check(opened)
+
+
+def test_session_retries_of_what_failed_are_sampled(sessions):
+    """Also where an equal request was answered before, as of a program that asks several times."""
+    opened, failures, policy = sessions.open(limits={"turns": 2}), [503], sessions.policy
+
+    async def fails_once(ids, params):
+        if failures and policy.sampled:
+            raise InferenceError("http://gateway", "/generate", "no server is admitted", failures.pop())
+        return await policy(ids, params)
+
+    with sessions.generating(fails_once):
+        client = sessions.openai(opened)
+        ids = {client.chat.completions.create(model="policy", **SUM).id for _ in range(2)}
+    assert len(ids) == len(policy.sampled) == 2 and not failures
+    assert sessions.session(opened).summary()["retries"] == 0
+    sessions.check(opened)
+
+
+def test_session_replies_without_logprobs_are_not_recorded(sessions, monkeypatch):
+    """SGLang writes null for a logprob that is no number."""
+    opened = sessions.open()
+
+    async def answers(**_):
+        finish, sampled = {"type": "stop"}, [[None, 5, None]]
+        return {"text": "a", "meta_info": {"output_token_logprobs": sampled, "finish_reason": finish}}
+
+    with sessions.generating(partial(SessionServer._generate, sessions.server)), monkeypatch.context() as patch:
+        patch.setattr(sessions.server, "client", SimpleNamespace(url="gateway", generate=answers))
+        assert sessions.ask(opened)[0] == 502
+    assert sessions.ask(opened)[0] == 200
+    sessions.check(opened)
+
+
+def test_session_server_that_starts_again_goes_on(sessions):
+    opened = sessions.open(limits={"turns": 3}, sampling={"temperature": 0.5})
+    client, messages = sessions.openai(opened), [{"role": "user", "content": "sum"}]
+    for _ in range(3):
+        reply = client.chat.completions.create(model="policy", messages=messages)
+        messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and"}]
+        sessions.stop()
+        sessions.start()
+    with pytest.raises(openai.PermissionDeniedError, match="its limit of 3 turns"):
+        client.chat.completions.create(model="policy", messages=messages)
+    sessions.check(opened)
+    rows = sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]
+    assert len(rows["tokens"]) == 1 and rows["sampling_params"] == [[{"temperature": 0.5}]]
+    assert rows["policy_version_min"] == [3] and rows["policy_version_max"] == [4]
