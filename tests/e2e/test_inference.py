@@ -21,6 +21,7 @@ API_KEY = "a-secret-of-this-test"
 PROMPT = [20, 40, 60, 80, 100]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+pytestmark = pytest.mark.timeout(120)
 
 
 @dataclass
@@ -48,22 +49,13 @@ def server(models):
 
 
 @pytest.fixture
-def run(server):
-    """Run a test's coroutine with a client, from the old weights under version "0", and never leave a pause behind."""
-
-    def run(test):
-        async def body() -> None:
-            async with SGLangClient(server.url, API_KEY, timeout=60) as client:
-                await client.update_weights_from_disk(server.old, "0")
-                try:
-                    await test(client)
-                finally:
-                    await client.post("/abort_request", {"abort_all": True})
-                    await client.resume()
-
-        asyncio.run(body())
-
-    return run
+async def client(server):
+    """A client of the server with the old weights under version "0"; no test leaves a pause behind."""
+    async with SGLangClient(server.url, API_KEY, timeout=60) as client:
+        await client.update_weights_from_disk(server.old, "0")
+        yield client
+        await client.post("/abort_request", {"abort_all": True})
+        await client.resume()
 
 
 def transformers_output(model: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
@@ -104,216 +96,173 @@ async def needs(client: SGLangClient, flushes_retracted: bool) -> None:
 
 
 @pytest.mark.timeout(300)  # the first test waits for the server
-def test_it_says_what_it_is(run, server):
-    async def test(client):
-        assert await client.health()
-        capabilities = await client.capabilities()
-        assert {"abort", "retract", "in_place"} <= capabilities.pause_modes
-        assert {"/update_weights_from_disk", "/generate"} <= capabilities.endpoints
-        assert capabilities.safe_pause_mode("abort") == "abort"
-        await client.begin_weight_update()
-        await client.end_weight_update()
-
-    run(test)
+async def test_it_says_what_it_is(client, server):
+    assert await client.health()
+    capabilities = await client.capabilities()
+    assert {"abort", "retract", "in_place"} <= capabilities.pause_modes
+    assert {"/update_weights_from_disk", "/generate"} <= capabilities.endpoints
+    assert capabilities.safe_pause_mode("abort") == "abort"
+    await client.begin_weight_update()
+    await client.end_weight_update()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("which", ["old", "new"])
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(run, server, which):
+async def test_greedy_tokens_and_logprobs_are_those_of_transformers(client, server, which):
     tokens, logprobs = transformers_output(getattr(server, which), PROMPT, GREEDY["max_new_tokens"])
 
-    async def test(client):
-        await client.update_weights_from_disk(getattr(server, which), "1")
-        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
-        assert reply["output_ids"] == tokens
-        sampled = reply["meta_info"]["output_token_logprobs"]
-        assert [token for _, token, _ in sampled] == tokens
-        assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
-
-    run(test)
+    await client.update_weights_from_disk(getattr(server, which), "1")
+    reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+    assert reply["output_ids"] == tokens
+    sampled = reply["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in sampled] == tokens
+    assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 0.5, "top_p": 0.5}, {"top_k": 5}])
-def test_sampled_logprobs_are_tempered_and_before_truncation(run, server, sampling):
+async def test_sampled_logprobs_are_tempered_and_before_truncation(client, server, sampling):
     import torch
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
 
-    async def test(client):
-        reply = await client.generate(
-            input_ids=PROMPT, sampling_params={"max_new_tokens": 32, "ignore_eos": True, **sampling}
-        )
-        with torch.no_grad():
-            logits = policy(torch.tensor([PROMPT + reply["output_ids"]])).logits[0, len(PROMPT) - 1 : -1]
-        expected = (logits / sampling.get("temperature", 1.0)).log_softmax(-1)
-        for row, (logprob, token, _) in zip(expected, reply["meta_info"]["output_token_logprobs"], strict=True):
-            assert logprob == pytest.approx(float(row[token]), abs=1e-4)
-
-    run(test)
+    reply = await client.generate(
+        input_ids=PROMPT, sampling_params={"max_new_tokens": 32, "ignore_eos": True, **sampling}
+    )
+    with torch.no_grad():
+        logits = policy(torch.tensor([PROMPT + reply["output_ids"]])).logits[0, len(PROMPT) - 1 : -1]
+    expected = (logits / sampling.get("temperature", 1.0)).log_softmax(-1)
+    for row, (logprob, token, _) in zip(expected, reply["meta_info"]["output_token_logprobs"], strict=True):
+        assert logprob == pytest.approx(float(row[token]), abs=1e-4)
 
 
-@pytest.mark.timeout(120)
-def test_a_push_changes_the_policy_and_the_version(run, server):
-    async def test(client):
-        before = await greedy(client)
-        await client.pause("retract")
-        await client.update_weights_from_disk(server.new, "7")
-        await client.flush_cache()
-        assert await client.weight_version() == "7"
-        await client.resume()
-        assert await greedy(client) != before
-        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
-        assert reply["meta_info"]["weight_version"] == "7"
-        await client.update_weights_from_disk(server.old, "8")
-        assert await greedy(client) == before
-
-    run(test)
+async def test_a_push_changes_the_policy_and_the_version(client, server):
+    before = await greedy(client)
+    await client.pause("retract")
+    await client.update_weights_from_disk(server.new, "7")
+    await client.flush_cache()
+    assert await client.weight_version() == "7"
+    await client.resume()
+    assert await greedy(client) != before
+    reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+    assert reply["meta_info"]["weight_version"] == "7"
+    await client.update_weights_from_disk(server.old, "8")
+    assert await greedy(client) == before
 
 
-@pytest.mark.timeout(120)
-def test_retract_keeps_requests_and_names_each_tokens_version(run, server):
+async def test_retract_keeps_requests_and_names_each_tokens_version(client, server):
     """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
-
-    async def test(client):
-        await needs(client, flushes_retracted=True)
-        async with in_flight(client) as request:
-            await client.pause("retract")
-            await client.update_weights_from_disk(server.new, "1")
-            await client.flush_cache()
-            waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=GREEDY))
-            await asyncio.sleep(0.5)
-            assert not request.done() and not waiting.done()
-            await client.resume()
-            reply = await request
-        first, second = reply["meta_info"]["weight_versions"]
-        split = first["end"]
-        assert (first["version"], first["start"], second["version"]) == ("0", 0, "1")
-        assert second["start"] == split and second["end"] == LONG["max_new_tokens"] == len(reply["output_ids"])
-        assert (await waiting)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 24}]
-
-        prefix = PROMPT + reply["output_ids"][:split]
-        tokens, logprobs = transformers_output(server.new, prefix, 8)
-        assert reply["output_ids"][split : split + 8] == tokens
-        sampled = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"][split : split + 8]]
-        assert sampled == pytest.approx(logprobs, abs=1e-4)
-
-    run(test)
-
-
-@pytest.mark.timeout(120)
-def test_flush_waits_for_a_request_that_is_ending(run):
-    async def test(client):
-        async with in_flight(client) as request:
-            flush = asyncio.create_task(client.flush_cache())
-            await asyncio.sleep(0.1)
-            await client.post("/abort_request", {"abort_all": True})
-            await asyncio.gather(flush, request)
-
-    run(test)
-
-
-@pytest.mark.timeout(120)
-def test_in_place_cannot_flush_but_has_changed_the_weights(run, server):
-    """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
-
-    async def test(client):
-        await needs(client, flushes_retracted=True)  # of that update SGLang 0.5.12 dies
-        before = await greedy(client)
-        async with in_flight(client) as request:
-            await client.pause("in_place")
-            with pytest.raises(InferenceError, match="(?i)not flushed"):
-                await client.update_weights_from_disk(server.new, "1")
-            assert await client.weight_version() == "0"
-            with pytest.raises(InferenceError, match="(?i)flush"):
-                await client.flush_cache()
-            await client.post("/abort_request", {"abort_all": True})
-            await client.resume()
-            await request
+    await needs(client, flushes_retracted=True)
+    async with in_flight(client) as request:
+        await client.pause("retract")
+        await client.update_weights_from_disk(server.new, "1")
         await client.flush_cache()
-        assert await greedy(client) != before
+        waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=GREEDY))
+        await asyncio.sleep(0.5)
+        assert not request.done() and not waiting.done()
+        await client.resume()
+        reply = await request
+    first, second = reply["meta_info"]["weight_versions"]
+    split = first["end"]
+    assert (first["version"], first["start"], second["version"]) == ("0", 0, "1")
+    assert second["start"] == split and second["end"] == LONG["max_new_tokens"] == len(reply["output_ids"])
+    assert (await waiting)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 24}]
 
-    run(test)
+    prefix = PROMPT + reply["output_ids"][:split]
+    tokens, logprobs = transformers_output(server.new, prefix, 8)
+    assert reply["output_ids"][split : split + 8] == tokens
+    sampled = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"][split : split + 8]]
+    assert sampled == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.timeout(120)
-def test_auto_push_leaves_no_old_key_and_replies_are_true(run, server):
+async def test_flush_waits_for_a_request_that_is_ending(client):
+    async with in_flight(client) as request:
+        flush = asyncio.create_task(client.flush_cache())
+        await asyncio.sleep(0.1)
+        await client.post("/abort_request", {"abort_all": True})
+        await asyncio.gather(flush, request)
+
+
+async def test_in_place_cannot_flush_but_has_changed_the_weights(client, server):
+    """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
+    await needs(client, flushes_retracted=True)  # of that update SGLang 0.5.12 dies
+    before = await greedy(client)
+    async with in_flight(client) as request:
+        await client.pause("in_place")
+        with pytest.raises(InferenceError, match="(?i)not flushed"):
+            await client.update_weights_from_disk(server.new, "1")
+        assert await client.weight_version() == "0"
+        with pytest.raises(InferenceError, match="(?i)flush"):
+            await client.flush_cache()
+        await client.post("/abort_request", {"abort_all": True})
+        await client.resume()
+        await request
+    await client.flush_cache()
+    assert await greedy(client) != before
+
+
+async def test_auto_push_leaves_no_old_key_and_replies_are_true(client, server):
     """Every reply says the versions that its tokens were sampled with.
 
     On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
     fresh, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
 
-    async def test(client):
-        mode = (await client.capabilities()).safe_pause_mode("auto")
-        several = asyncio.create_task(client.generate(input_ids=PROMPT[:4], sampling_params={**LONG, "n": 4}))
-        async with in_flight(client) as request:
-            await client.pause("auto")
-            await client.update_weights_from_disk(server.new, "1", flush_cache=False)
-            await client.flush_cache()
-            assert await client.weight_version() == "1"
-            await client.resume()
-            replies = [await request, *await several]
-        assert await greedy(client) == fresh
-        for reply in replies:
-            meta_info = reply["meta_info"]
-            versions = [span["version"] for span in meta_info.get("weight_versions", [])]
-            if mode == "abort":
-                assert (meta_info["finish_reason"]["type"], meta_info["weight_version"]) == ("abort", "0")
-            else:
-                assert meta_info["finish_reason"]["type"] == "length" and versions == ["0", "1"]
-
-    run(test)
+    mode = (await client.capabilities()).safe_pause_mode("auto")
+    several = asyncio.create_task(client.generate(input_ids=PROMPT[:4], sampling_params={**LONG, "n": 4}))
+    async with in_flight(client) as request:
+        await client.pause("auto")
+        await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+        await client.flush_cache()
+        assert await client.weight_version() == "1"
+        await client.resume()
+        replies = [await request, *await several]
+    assert await greedy(client) == fresh
+    for reply in replies:
+        meta_info = reply["meta_info"]
+        versions = [span["version"] for span in meta_info.get("weight_versions", [])]
+        if mode == "abort":
+            assert (meta_info["finish_reason"]["type"], meta_info["weight_version"]) == ("abort", "0")
+        else:
+            assert meta_info["finish_reason"]["type"] == "length" and versions == ["0", "1"]
 
 
-@pytest.mark.timeout(120)
-def test_push_fails_where_retracted_requests_cannot_be_flushed(run, server):
+async def test_push_fails_where_retracted_requests_cannot_be_flushed(client, server):
     """The server lives, and an abort fixes it. SGLang 0.5.12 to 0.5.20."""
-
-    async def test(client):
-        await needs(client, flushes_retracted=False)
-        with pytest.raises(ValueError, match="cannot flush .*pause_mode to auto or abort"):
-            (await client.capabilities()).safe_pause_mode("retract")
-        async with in_flight(client) as request:
-            await client.pause("retract")
-            await client.update_weights_from_disk(server.new, "1", flush_cache=False)
-            with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
-                await client.flush_cache()
-            assert not request.done()
-            await client.pause("abort")
-            assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
+    await needs(client, flushes_retracted=False)
+    with pytest.raises(ValueError, match="cannot flush .*pause_mode to auto or abort"):
+        (await client.capabilities()).safe_pause_mode("retract")
+    async with in_flight(client) as request:
+        await client.pause("retract")
+        await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+        with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
             await client.flush_cache()
-            await client.resume()
-        tokens, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
-        assert await greedy(client) == tokens
+        assert not request.done()
+        await client.pause("abort")
+        assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
+        await client.flush_cache()
+        await client.resume()
+    tokens, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+    assert await greedy(client) == tokens
 
-    run(test)
 
-
-@pytest.mark.timeout(120)
-def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(run, server, tmp_path, caplog):
+async def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(client, server, tmp_path, caplog):
     async def check(client, mode):
         options = {"transport": "disk", "directory": tmp_path, "pause_mode": mode}
         await AtroposCheckpointEngine(1, True, urls=[server.url], **options)._check(client)
 
-    async def test(client):
-        capabilities = await client.capabilities()
-        for mode in ("auto", "abort"):
-            await check(client, mode)
-        assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
-        if capabilities.flushes_retracted:
+    capabilities = await client.capabilities()
+    for mode in ("auto", "abort"):
+        await check(client, mode)
+    assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
+    if capabilities.flushes_retracted:
+        await check(client, "retract")
+    else:
+        with pytest.raises(WeightPushError, match=f"pause_mode=retract does not work with .*{server.url}"):
             await check(client, "retract")
-        else:
-            with pytest.raises(WeightPushError, match=f"pause_mode=retract does not work with .*{server.url}"):
-                await check(client, "retract")
-        with pytest.raises(WeightPushError, match=f"pause_mode=unknown does not work with .*{server.url}"):
-            await check(client, "unknown")
-
-    run(test)
+    with pytest.raises(WeightPushError, match=f"pause_mode=unknown does not work with .*{server.url}"):
+        await check(client, "unknown")
 
 
-@pytest.mark.timeout(120)
-def test_prompt_logprobs_are_those_of_transformers(run, server):
+async def test_prompt_logprobs_are_those_of_transformers(client, server):
     """`logprob_start_len`: what kills SGLang 0.5.12 on a CPU without the shim."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -323,69 +272,49 @@ def test_prompt_logprobs_are_those_of_transformers(run, server):
         distribution = policy(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
     expected = distribution.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
 
-    async def test(client):
-        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, logprob_start_len=0)
-        (nothing, first, _), *rest = reply["meta_info"]["input_token_logprobs"]
-        assert (nothing, first) == (None, PROMPT[0])
-        assert [token for _, token, _ in rest] == PROMPT[1:]
-        assert [logprob for logprob, _, _ in rest] == pytest.approx(expected, abs=1e-4)
-
-    run(test)
+    reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, logprob_start_len=0)
+    (nothing, first, _), *rest = reply["meta_info"]["input_token_logprobs"]
+    assert (nothing, first) == (None, PROMPT[0])
+    assert [token for _, token, _ in rest] == PROMPT[1:]
+    assert [logprob for logprob, _, _ in rest] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.timeout(120)
-def test_abort_ends_requests_with_what_they_have(run):
+async def test_abort_ends_requests_with_what_they_have(client):
     """Before it, their keys cannot be flushed."""
-
-    async def test(client):
-        async with in_flight(client) as request:
-            with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
-                await client.flush_cache()
-            await client.pause("abort")
-            reply = await request
-        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 0 < len(reply["output_ids"]) < LONG["max_new_tokens"]
-
-    run(test)
+    async with in_flight(client) as request:
+        with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
+            await client.flush_cache()
+        await client.pause("abort")
+        reply = await request
+    assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(reply["output_ids"]) < LONG["max_new_tokens"]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("damage", "message"), [("no folder", ""), ("no weights", ".*weights")])
-def test_after_a_failed_update_the_old_version_stays_in_force(run, server, tmp_path, damage, message):
+async def test_after_a_failed_update_the_old_version_stays_in_force(client, server, tmp_path, damage, message):
     broken = tmp_path / "broken"
     if damage != "no folder":
         shutil.copytree(server.new, broken)
         (broken / "model.safetensors").unlink()
 
-    async def test(client):
-        before = await greedy(client)
-        with pytest.raises(InferenceError, match=rf"http://.*/update_weights_from_disk: HTTP 400: {message}"):
-            await client.update_weights_from_disk(broken, "9")
-        assert await client.weight_version() == "0"
-        await client.flush_cache()
-        assert await greedy(client) == before
-
-    run(test)
+    before = await greedy(client)
+    with pytest.raises(InferenceError, match=rf"http://.*/update_weights_from_disk: HTTP 400: {message}"):
+        await client.update_weights_from_disk(broken, "9")
+    assert await client.weight_version() == "0"
+    await client.flush_cache()
+    assert await greedy(client) == before
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("key", [None, "wrong"])
-def test_a_wrong_key_is_named(server, key):
-    async def body():
-        async with SGLangClient(server.url, key) as client:
-            for call in (client.model_info, client.flush_cache, client.capabilities):
-                with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
-                    await call()
-                assert error.value.status == 401
-
-    asyncio.run(body())
+async def test_a_wrong_key_is_named(server, key):
+    async with SGLangClient(server.url, key) as client:
+        for call in (client.model_info, client.flush_cache, client.capabilities):
+            with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
+                await call()
+            assert error.value.status == 401
 
 
-@pytest.mark.timeout(60)
-def test_a_call_that_takes_too_long_is_an_error(server):
-    async def body():
-        async with SGLangClient(server.url, API_KEY, timeout=0.2) as client:
-            with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
-                await client.generate(input_ids=PROMPT, sampling_params=LONG)
-
-    asyncio.run(body())
+async def test_a_call_that_takes_too_long_is_an_error(server):
+    async with SGLangClient(server.url, API_KEY, timeout=0.2) as client:
+        with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
+            await client.generate(input_ids=PROMPT, sampling_params=LONG)
