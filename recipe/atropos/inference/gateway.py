@@ -27,7 +27,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -40,10 +39,10 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from recipe.atropos.inference.affinity import PrefixAffinity
-from recipe.atropos.inference.lora_routing import GENERATES, TOKENIZES, AdaptedPolicy, CannotName
+from recipe.atropos.inference.lora_routing import GENERATES, TOKENIZES, WEIGHT_VERSION, AdaptedPolicy, CannotName
 from recipe.atropos.inference.pool import NothingAdmitted, Server, ServerPool
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, whose_key
-from recipe.atropos.utils.sockets import OtherUsersServer, OwnServers, inherited_socket
+from recipe.atropos.utils.sockets import OtherUsersServer, OwnServers, serve
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +62,6 @@ _FOR_ENVIRONMENTS = frozenset(
     {*GENERATES, *TOKENIZES, "/v1/models", "/model_info", "/get_model_info", "/health", "/health_generate"}
     | {"/gateway/status"}
 )
-# In a JSON text these bytes can only be a key: within a string the quotes would be escaped.
-_WEIGHT_VERSION = re.compile(rb'"weight_version"\s*:\s*"([^"]*)"')
 
 
 class _UpstreamFailed(Exception):
@@ -263,7 +260,7 @@ def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content:
     """Raise _UpstreamFailed for a reply sampled with weights that no push gave: a push's version is a number."""
     if request.path not in GENERATES or reply.status != 200:
         return
-    for version in _WEIGHT_VERSION.findall(content):
+    for _, version in WEIGHT_VERSION.findall(content):
         if not version.isdigit():
             raise _UpstreamFailed(f"it answered with weight version {version.decode()!r}, which no push gave it")
 
@@ -314,18 +311,7 @@ def main(argv: list[str] | None = None) -> None:
         urls = [url for url in options.servers.split(",") if url]
         return Gateway(ServerPool(urls, options.max_wait), os.environ.get(API_KEY_VARIABLE)).app()
 
-    given = inherited_socket()
-    where = {"sock": given} if given else {"host": options.host, "port": options.port}
-    # handler_cancellation: aiohttp cancels the handler of a client that disconnects. Shutdown does not wait for held
-    # requests.
-    web.run_app(
-        app(),
-        **where,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=1.0,
-        print=logger.info,
-    )
+    serve(app(), options.host, options.port, logger)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ TOKENIZES = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 _SAMPLES_NOTHING = (*TOKENIZES, "/abort_request", "/flush_cache")
 
 # In a JSON text these bytes can only be keys: within a string the quotes would be escaped.
-_VERSION = re.compile(rb'("weight_version"\s*:\s*)"[^"]*"')
+WEIGHT_VERSION = re.compile(rb'("weight_version"\s*:\s*)"([^"]*)"')
 _SPANS = re.compile(rb'("weight_versions"\s*:\s*)\[[^\]]*"end"\s*:\s*(\d+)[^\]]*\]')
 
 
@@ -57,7 +57,7 @@ class AdaptedPolicy:
     def stamped(self, reply: bytes) -> bytes:
         """Return the reply, or a whole line of a stream, with each version in it replaced by this one."""
         version = str(self.version).encode()
-        reply = _VERSION.sub(rb'\g<1>"%b"' % version, reply)
+        reply = WEIGHT_VERSION.sub(rb'\g<1>"%b"' % version, reply)
         return _SPANS.sub(rb'\g<1>[{"version":"%b","start":0,"end":\g<2>}]' % version, reply)
 
     async def stamped_lines(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -44,7 +44,7 @@ from recipe.atropos.sessions.session import Exchange, Session, SessionRequest, S
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.sockets import inherited_socket
+from recipe.atropos.utils.sockets import serve
 
 logger = logging.getLogger(__name__)
 
@@ -334,11 +334,7 @@ def main(argv: list[str] | None = None) -> None:
     client = SGLangClient(options.gateway, key, options.timeout, own=True)
     api = TrajectoryApiClient(options.api, key)
     server = SessionServer(Store(options.data), rendering, client, key, options.model, api, options.credit)
-    given = inherited_socket()
-    where = {"sock": given} if given else {"host": options.host, "port": options.port}
-    web.run_app(
-        server.app(), **where, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, print=logger.info
-    )
+    serve(server.app(), options.host, options.port, logger)
 
 
 if __name__ == "__main__":

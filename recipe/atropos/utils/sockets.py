@@ -6,12 +6,15 @@ Guarantees: nobody else can listen at a reserved port, before the service is sta
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import struct
+from collections.abc import Awaitable
 from pathlib import Path
 
 import aiohttp
+from aiohttp import web
 
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.utils.process import port_is_free
@@ -80,6 +83,16 @@ def inherited_socket() -> socket.socket | None:
     """Return the listening socket that the launcher gave to this process, if it did."""
     descriptor = os.environ.pop(SOCKET_VARIABLE, None)
     return None if descriptor is None else socket.socket(fileno=int(descriptor))
+
+
+def serve(app: web.Application | Awaitable[web.Application], host: str, port: int, logger: logging.Logger) -> None:
+    """Serve until this process is told to end: at the inherited socket, if there is one, else at the port.
+
+    The handler of a client that disconnects is canceled, and the end does not wait for held requests.
+    """
+    given = inherited_socket()
+    where = {"sock": given} if given else {"host": host, "port": port}
+    web.run_app(app, **where, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, print=logger.info)
 
 
 class OwnServers(aiohttp.TCPConnector):
