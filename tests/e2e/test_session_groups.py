@@ -44,6 +44,27 @@ def ended(sessions, session, ask=True, **result):
     return sessions.call("POST", f"/sessions/{session['id']}/reward", result)[1]
 
 
+def exhausted(session):
+    """A program that asks once more than its limit of one turn allows."""
+    client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
+    for content in ("sum", "again"):
+        with contextlib.suppress(openai.PermissionDeniedError):
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+
+
+def released(sessions, api):
+    """How many tickets were given back, by reason, once no group is open."""
+    until(lambda: not sessions.server._groups._groups)
+    counts = api.get("/diagnose")["counts"]
+    return {name: count for name, count in counts.items() if name.startswith("released/")}
+
+
+def restarted(sessions, **fields):
+    sessions.stop()
+    vars(sessions).update(fields)
+    sessions.start()
+
+
 def batch(api):
     return api.get("/batch?after=0&wait=20")["batch"]
 
@@ -52,8 +73,7 @@ def test_session_groups_are_posted_once_whatever_is_killed(sessions, api):
     groups = [opened(sessions) for _ in range(2)]
     for number, session in enumerate(session for group in groups for session in group):
         if number == 2:
-            sessions.stop()
-            sessions.start()
+            restarted(sessions)
         if number == 4:
             api.kill()
             api.start()
@@ -65,8 +85,7 @@ def test_session_groups_are_posted_once_whatever_is_killed(sessions, api):
         overrides = group["group_overrides"]
         assert overrides["sessions"] == [session["id"] for session in expected]
         assert (overrides["trajectory"], overrides["env_name"]) == ([0, 1, 2], "tool")
-    sessions.stop()
-    sessions.start()
+    restarted(sessions)
     assert sessions.server._groups._groups == {}
 
 
@@ -87,23 +106,19 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
 
 def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
     opened(sessions, limits={"seconds": 0.2})
-    until(lambda: not api.get("/diagnose")["queue"]["open_tickets"])
-    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+    assert released(sessions, api) == {"released/no_group": 1}
+    assert not api.get("/diagnose")["queue"]["open_tickets"]
 
 
 def test_session_groups_take_a_reward_after_a_limit(sessions, api):
     """A program that reaches a limit gives its reward later than the next look; meanwhile it was to be repeated."""
     group = opened(sessions, limits={"turns": 1}, size=2)
     for session in group:
-        client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
-        for content in ("sum", "again"):
-            with contextlib.suppress(openai.PermissionDeniedError):
-                client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+        exhausted(session)
     time.sleep(2.0)
     for number, session in enumerate(group):
         assert "again" not in ended(sessions, session, ask=False, reward=float(number))
-    until(lambda: not sessions.server._groups._groups)
-    assert api.get("/diagnose")["counts"].get("released/no_group", 0) == 0
+    assert not released(sessions, api)
 
 
 def test_session_groups_wait_for_a_repetition_at_its_limit(sessions, api):
@@ -114,19 +129,14 @@ def test_session_groups_wait_for_a_repetition_at_its_limit(sessions, api):
     ended(sessions, again, reward=1.0, turn_values=[0.0] * 7)  # is refused
     time.sleep(2.5)
     assert ended(sessions, again, ask=False, reward=1.0)["reward"] == 1.0
-    until(lambda: not sessions.server._groups._groups)
-    assert not {name for name in api.get("/diagnose")["counts"] if name.startswith("released/")}
+    assert not released(sessions, api)
     [session] = opened(sessions, limits={"turns": 1}, size=1)
     for _ in range(2):
-        client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
-        for content in ("sum", "again"):
-            with contextlib.suppress(openai.PermissionDeniedError):
-                client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
+        exhausted(session)
         answer = ended(sessions, session, ask=False, end="crashed")
         assert answer["end"] == "turns"
         session = answer.get("again")
-    until(lambda: not sessions.server._groups._groups)
-    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+    assert released(sessions, api) == {"released/no_group": 1}
 
 
 def test_session_groups_say_again_what_repeats_a_session(sessions, api):
@@ -145,16 +155,14 @@ def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
     sessions.start()
     for number, session in enumerate(whole):
         ended(sessions, session, reward=float(number))
-    until(lambda: not sessions.server._groups._groups)
-    assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+    assert released(sessions, api) == {"released/no_group": 1}
 
 
 def test_session_groups_of_one_key_are_one(sessions, api):
     """A program whose answer was lost asks again; else the first would hold its ticket until its sessions' time."""
     first = opened(sessions, key="a")
     assert opened(sessions, key="a") == first
-    sessions.stop()
-    sessions.start()
+    restarted(sessions)
     assert opened(sessions, key="a") == first != opened(sessions, key="b")
     assert api.get("/diagnose")["queue"]["open_tickets"] == 2
 
@@ -173,9 +181,7 @@ def test_session_groups_check_sampling_before_a_ticket(sessions, api):
 
 def test_session_groups_are_given_credit(sessions, api):
     """Where a session of two turns has no values, its group has none."""
-    sessions.stop()
-    sessions.credit = Credit(lam=0.0)
-    sessions.start()
+    restarted(sessions, credit=Credit(lam=0.0))
     for values in ([[0.5], None], [[0.5, 9.0], [0.25, 9.0]], [[9.0], [9.0]]):
         for number, (session, value) in enumerate(zip(opened(sessions, size=2), values, strict=True)):
             for _ in range(2 if value is None else len(value)):
@@ -198,9 +204,7 @@ def half(item, text):
 
 def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
     monkeypatch.setattr("recipe.atropos.sessions.groups._CREDIT_SECONDS", 0.5)
-    sessions.stop()
-    sessions.credit = Credit(values=f"{__name__}:half")
-    sessions.start()
+    restarted(sessions, credit=Credit(values=f"{__name__}:half"))
     for question in ("hang", "sum"):
         for number, session in enumerate(opened(sessions, size=6, item={"question": question})):
             for _ in range(2):
