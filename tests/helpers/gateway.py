@@ -100,6 +100,20 @@ class Client:
         async with self.session.post(f"{self.url}/generate", json=body or {"input_ids": [1]}) as reply:
             return reply.status, orjson.loads(await reply.read())
 
+    async def held(self) -> asyncio.Task:
+        """A request that waits for a server."""
+        request = asyncio.create_task(self.generate())
+        await self.until(lambda: self.pool.held == 1)
+        return request
+
+    async def running(self, stub: Stub) -> asyncio.Task:
+        """A request that a server, which never answers, has begun; no other is admitted."""
+        await self.admit(stub)
+        stub.reply = stub.for_ever
+        request = asyncio.create_task(self.generate())
+        await stub.begun.wait()
+        return request
+
     async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():

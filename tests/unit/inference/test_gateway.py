@@ -93,8 +93,7 @@ async def test_secret_that_is_no_utf8_is_a_wrong_key(client, stub):
 
 @behind_a_gateway()
 async def test_nothing_is_admitted_but_by_the_trainer(client, first, second):
-    request = asyncio.create_task(client.generate())
-    await client.until(lambda: client.pool.held == 1)
+    request = await client.held()
     status = await client.status()
     assert status["version"] is None and status["held"] == 1 and await client.states() == ["waiting", "waiting"]
     assert await client.admit(second, pushing=True) == 200, "the beginning of a push admits nothing"
@@ -163,16 +162,10 @@ async def test_gateway_counts_the_wait_of_a_request_sent_again(client, _):
 
 @behind_a_gateway(count=1)
 async def test_a_client_that_goes_away_is_forgotten(client, stub):
-    held = asyncio.create_task(client.generate())
-    await client.until(lambda: client.pool.held == 1)
-    held.cancel()
+    (await client.held()).cancel()
     await client.until(lambda: client.pool.held == 0)
 
-    await client.admit(stub)
-    stub.reply = stub.for_ever
-    running = asyncio.create_task(client.generate())
-    await stub.begun.wait()
-    running.cancel()
+    (await client.running(stub)).cancel()
     async with asyncio.timeout(5):
         await stub.closed.wait()
     status = await client.status()
@@ -212,8 +205,7 @@ async def test_gateway_holds_requests_until_a_server_is_readmitted(client, stub)
     """They are requests of the last server."""
     await client.admit(stub)
     stub.reply = stub.broken
-    request = asyncio.create_task(client.generate())
-    await client.until(lambda: client.pool.held == 1)
+    request = await client.held()
     assert await client.states() == ["down"]
     stub.reply = stub.answer
     await asyncio.sleep(2 * PROBE_SECONDS)
@@ -258,10 +250,7 @@ async def test_an_idle_server_that_dies_is_found(client, first, second):
 @behind_a_gateway()
 async def test_gateway_finds_a_server_that_was_restarted_unnoticed(client, first, second):
     """Its requests go to another."""
-    await client.admit(first)
-    first.reply = first.for_ever
-    request = asyncio.create_task(client.generate())
-    await first.begun.wait()
+    request = await client.running(first)
     await client.admit(first, second)
     first.version = "default"
     async with asyncio.timeout(10):
@@ -277,8 +266,7 @@ async def test_gateway_passes_no_reply_by_weights_that_nobody_pushed(client, fir
 
     await client.admit(first)
     first.reply = start_weights
-    request = asyncio.create_task(client.generate())
-    await client.until(lambda: client.pool.held == 1)
+    request = await client.held()
     await client.admit(second)
     assert (await request)[1]["text"] == second.url
 
@@ -333,10 +321,7 @@ async def test_gateway_judges_no_answer_by_a_later_word(client, stub):
 @behind_a_gateway()
 async def test_gateway_gives_nothing_to_what_the_trainer_leaves_out(client, first, second):
     """Such a server loses its requests."""
-    await client.admit(first)
-    first.reply = first.for_ever
-    request = asyncio.create_task(client.generate())
-    await first.begun.wait()
+    request = await client.running(first)
     await client.admit(second)
     assert (await request)[1]["text"] == second.url and await client.states() == ["waiting", "admitted"]
     async with asyncio.timeout(5):
@@ -377,8 +362,7 @@ async def test_squat_of_a_dead_server_gets_no_key(client, stub):
     await client.admit(stub)
     await stub.runner.cleanup()
     with squatted(stub.port) as sent:
-        request = asyncio.create_task(client.generate())
-        await client.until(lambda: client.pool.held == 1)
+        request = await client.held()
         assert f"user {NOBODY} listens at port {stub.port}" in (await client.status())["servers"][0]["last_error"]
         await client.admit(stub)
         await client.until(lambda: client.pool.held == 1 and not client.pool.admitted)

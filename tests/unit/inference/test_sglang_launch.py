@@ -69,6 +69,12 @@ def test_wrong_launches_are_refused():
         SGLangLaunch("m", extra_args={"port": 1})
 
 
+def printed(code, asked, folder):
+    """What a program prints with the shim before ``folder`` on its path; ``asked``: as for SGLang on a CPU, or not."""
+    env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{folder}", "SGLANG_USE_CPU_ENGINE": asked}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.timeout(30)
 def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
     """It imports nothing at start, its stub raises only when called, and a shadowed sitecustomize still runs."""
@@ -79,9 +85,7 @@ def test_the_cpu_shim_acts_only_when_asked_and_hides_no_other(tmp_path):
         "except (ImportError, NotImplementedError) as error: print(error)"
     )
     for asked, last in (("1", "sgl_kernel.moe.topk was called"), ("0", "No module named 'sgl_kernel'")):
-        env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
-        out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-        lines = out.splitlines()
+        lines = printed(code, asked, tmp_path).splitlines()
         assert lines[:2] == ["shadowed", "False"]
         assert lines[-1].startswith(last)
 
@@ -106,6 +110,4 @@ def test_cpu_shim_lets_no_module_of_sglang_pin_memory(tmp_path, asked, pinned):
         "assert m.last.__code__.co_filename == m.__file__\n"
         "print(m.first, m.second is True, d.first)"
     )
-    env = {**os.environ, "PYTHONPATH": f"{CPU_SHIM}{os.pathsep}{tmp_path}", "SGLANG_USE_CPU_ENGINE": asked}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert out.split() == [str(value) for value in pinned]
+    assert printed(code, asked, tmp_path).split() == [str(value) for value in pinned]
