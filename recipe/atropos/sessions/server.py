@@ -326,7 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--timeout", type=float, default=1200.0, help="seconds that a reply may take")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    gc.set_threshold(20_000)  # every history is parsed at each turn, and leaves no garbage
+    gc.set_threshold(10_000)  # every history is parsed at each turn, and leaves no garbage
     key = os.environ[API_KEY_VARIABLE]
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
