@@ -287,7 +287,8 @@ class Session:
     def recorded(self, number: int) -> Reply:
         """Return the reply of a turn, as it was."""
         [(*_, data)] = self.store.turns(self.state.id, number)
-        return msgspec.structs.replace(_decode(data).reply, prompt=self.tree.turns[number].prompt().tolist())
+        turn = self.tree.turns[number]
+        return msgspec.structs.replace(_decode(data).reply, prompt=turn.ids()[: -len(turn.tokens)].tolist())
 
     # ------------------------------------------------------------------ results
 
@@ -348,9 +349,9 @@ class Session:
         none.
         """
         if isinstance(asked.prompt, str):
-            if (parent := self.tree.continued_text(asked.prompt)) is not None:
-                if (rest := rendering.after_text(parent, asked.prompt)) is not None:
-                    return parent, rest, [], None
+            parent = self.tree.continued_text(asked.prompt)
+            if parent is not None and (rest := rendering.after_text(parent, asked.prompt)) is not None:
+                return parent, rest, [], None
             return None, rendering.tokenizer.encode(asked.prompt), [], None
         if asked.prompt is not None:
             parent, count = self.tree.continued_ids(as_ids(asked.prompt))

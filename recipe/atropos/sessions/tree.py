@@ -11,6 +11,7 @@ A turn is a reply and the ids that were put before it since its parent's reply. 
 Shapes: a added ids, n sampled tokens, L tokens of a row.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -85,10 +86,6 @@ class Turn:
         before = self.parent.messages[-1:] if self.parent else []
         replies = [each for each in (*before, *self.messages) if each["role"] == "assistant"][-2:]
         return len(replies) == 2 and "tool_calls" in replies[1] and same(*replies)
-
-    def prompt(self) -> np.ndarray:
-        """Return the ids that the reply was sampled after, (length - n,) int32."""
-        return self.ids()[: -len(self.tokens)]
 
 
 @dataclass(frozen=True)
@@ -196,8 +193,7 @@ class Tree:
         common = 0
         for turn in self.turns:
             history = turn.history() if turn.basis is not None else []
-            equal = [*map(same, history, messages), False]
-            count = equal.index(False)
+            count = len(list(itertools.takewhile(bool, map(same, history, messages))))
             if (count, len(history)) > (common, len(best)):
                 best, common = history, count
         replies = any(each["role"] == "assistant" for each in messages)
