@@ -236,7 +236,7 @@ def start(mutant: Mutant, output: Path) -> int:
 
 def _in_a_copy(mutant: Mutant, tree: Path, arguments: list[str]) -> int:
     """Status of pytest in a copy of the sources that has the mutation."""
-    for part in ("recipe", "tests"):
+    for part in ("recipe", "scripts", "tests"):
         shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     if mutant.source:
