@@ -245,7 +245,11 @@ def services(folder: Path, step: Step) -> Iterator[tuple[dict[str, Service], lis
         healthy(started["api"], partial(answer, [api]))
         healthy(started["sessions"], partial(answer, [sessions]))
         environments = started["environments"]
-        healthy(environments, lambda: asyncio.sleep(0, READY in environments.log_path.read_text()))
+
+        async def say_ready() -> bool:
+            return READY in environments.log_path.read_text()
+
+        healthy(environments, say_ready)
         yield started, servers
     finally:
         for service in started.values():

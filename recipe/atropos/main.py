@@ -151,8 +151,7 @@ def train(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     with one_line_errors():
-        # a launcher has checked the configuration
-        is_launched = RunDir(config.run.dir).inherited_lock() is not None
+        is_launched = RunDir(config.run.dir).inherited_lock() is not None  # then the configuration was checked
         if config.run.resume_from and not is_launched:
             raise ConfigurationError(
                 f"run.resume_from={config.run.resume_from} is the launcher's work: export that run, and give the "

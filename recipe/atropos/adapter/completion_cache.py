@@ -121,8 +121,15 @@ class CompletionCache:
         texts, item, keys = {text, self._decode(tokens)} - {None}, ITEM.get(), keys_of(prompt)
         turn = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in self.special), 0)
         completion = Completion(
-            *(prompt, np.array(tokens, np.int32), np.array(logprobs), tuple(texts)),
-            *(versions, sampling, item, turn, int(keys[turn])),
+            prompt,
+            np.array(tokens, np.int32),
+            np.array(logprobs),
+            tuple(texts),
+            versions,
+            sampling,
+            item,
+            turn,
+            turn_key=int(keys[turn]),
         )
         key = int(keys[-1])
         self._by_prompt.setdefault(key, deque()).append(completion)

@@ -48,7 +48,7 @@ def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill:
     return torch.from_numpy(out)
 
 
-def rows_to_data_proto(given: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
+def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
     """Convert rows to the tensors that verl's actor and trainer read; None is a fully masked padding row.
 
     Padding rows are appended until the number of rows is a multiple of ``multiple_of``.
@@ -73,25 +73,25 @@ def rows_to_data_proto(given: Sequence[Row | None], limits: RowLimits, multiple_
     Raises:
         ValueError: there are no rows other than padding.
     """
-    real = [row for row in given if row is not None]
+    real = [row for row in rows if row is not None]
     if not real:
         raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
-    padded = [*given, *[None] * (-len(given) % multiple_of)]
-    rows = [_padding(i, limits.pad_token_id) if row is None else row for i, row in enumerate(padded)]
+    missing = [None] * (-len(rows) % multiple_of)
+    filled = [_padding(i, limits.pad_token_id) if row is None else row for i, row in enumerate([*rows, *missing])]
 
     def per_token(name: str) -> torch.Tensor:
-        values = [_NOTHING if value is None else value for value in _column(rows, name)]
+        values = [_NOTHING if value is None else value for value in _column(filled, name)]
         return _pad(values, width, np.float32)
 
-    width = max(len(row.response) for row in rows)
-    prompt_width = max(len(row.prompt) for row in rows)
-    prompts = _pad(_column(rows, "prompt"), prompt_width, np.int64, limits.pad_token_id, left=True)
-    responses = _pad(_column(rows, "response"), width, np.int64, limits.pad_token_id)
-    in_prompt = _pad([np.ones(len(row.prompt)) for row in rows], prompt_width, np.int64, left=True)
-    in_response = _pad([np.ones(len(row.response)) for row in rows], width, np.int64)
+    width = max(len(row.response) for row in filled)
+    prompt_width = max(len(row.prompt) for row in filled)
+    prompts = _pad(_column(filled, "prompt"), prompt_width, np.int64, limits.pad_token_id, left=True)
+    responses = _pad(_column(filled, "response"), width, np.int64, limits.pad_token_id)
+    in_prompt = _pad([np.ones(len(row.prompt)) for row in filled], prompt_width, np.int64, left=True)
+    in_response = _pad([np.ones(len(row.response)) for row in filled], width, np.int64)
     attention_mask = torch.cat([in_prompt, in_response], dim=1)
-    scores = np.zeros((len(rows), width), dtype=np.float32)
-    for out, row in zip(scores, rows, strict=True):
+    scores = np.zeros((len(filled), width), dtype=np.float32)
+    for out, row in zip(scores, filled, strict=True):
         out[np.flatnonzero(row.mask)[-1:]] = row.score
 
     tensors = {
@@ -100,7 +100,7 @@ def rows_to_data_proto(given: Sequence[Row | None], limits: RowLimits, multiple_
         "input_ids": torch.cat([prompts, responses], dim=1),
         "attention_mask": attention_mask,
         "position_ids": compute_position_id_with_mask(attention_mask),
-        "response_mask": _pad(_column(rows, "mask"), width, np.int64),
+        "response_mask": _pad(_column(filled, "mask"), width, np.int64),
         "token_level_scores": torch.from_numpy(scores),
         "atropos_advantages": per_token("advantages"),
     }
@@ -108,8 +108,8 @@ def rows_to_data_proto(given: Sequence[Row | None], limits: RowLimits, multiple_
         tensors["rollout_log_probs"] = per_token("log_probs")
     if all(row.ref_log_probs is not None for row in real):
         tensors["ref_log_prob"] = per_token("ref_log_probs")
-    tensors |= _teacher_tensors(rows, prompt_width, prompt_width + width)
-    return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(rows))
+    tensors |= _teacher_tensors(filled, prompt_width, prompt_width + width)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(filled))
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any]:

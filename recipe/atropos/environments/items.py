@@ -252,13 +252,14 @@ def levels(config: ItemsEnvConfig, train: Iterable[Item]) -> list[float]:
     """
     if config.curriculum_threshold is None:  # then nothing is read: some items are generated as they are read
         return []
-    for number, item in enumerate(train := [*train], 1):
+    items = list(train)
+    for number, item in enumerate(items, 1):
         if not isinstance(item, Mapping) or not isinstance(item.get("level"), int | float):
             raise ConfigurationError(
                 f"--env.curriculum_threshold={config.curriculum_threshold:g}: item {number} has no number 'level': "
                 f"{str(item)[:200]}; give each item one, or leave the curriculum out"
             )
-    return sorted({item["level"] for item in train})
+    return sorted({item["level"] for item in items})
 
 
 def _digest(item: Item) -> str:

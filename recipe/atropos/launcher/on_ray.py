@@ -40,7 +40,7 @@ from recipe.atropos.utils.scratch import Scratch
 LOST = -9  # the exit status of a service whose node or actor is gone
 _CALL_SECONDS = 120.0  # for an actor to check and start a service
 _NODE_GROUP = "ray.io/node-group"  # label of the nodes of a cluster with an autoscaler
-_CHUNK, _LOG_BYTES = 16 << 20, 16 << 20  # of a log: read at once, kept on the node
+_LOG_BYTES = 16 << 20  # of a log: kept on the node, and read at once
 
 
 class Host:
@@ -87,7 +87,7 @@ class Host:
             self._read = 0
         with open(log, "rb") as file:
             file.seek(self._read)
-            more = file.read(_CHUNK)
+            more = file.read(_LOG_BYTES)
         self._read += len(more)
         if not more:
             bound_log(log, _LOG_BYTES)

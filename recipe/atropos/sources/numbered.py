@@ -218,7 +218,8 @@ class DataSource:
     async def diagnosis(self) -> str:
         """Return a sentence on why no batch arrives."""
         try:
-            async with TrajectoryApiClient(self.config.api_url, self.config.secret, 0.0, timeout=10.0) as api:
+            config = self.config
+            async with TrajectoryApiClient(config.api_url, config.secret, retry_timeout=0.0, timeout=10.0) as api:
                 return await self._why(api)
         except TrajectoryApiError as error:
             return f"the Trajectory API is silent ({error})"
