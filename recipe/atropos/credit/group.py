@@ -18,7 +18,7 @@ given, in ``credit`` of its ``group_overrides``.
 
 import pkgutil
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -169,8 +169,13 @@ def _decisions(group: dict[str, Any], credit: Credit, tokenizer: Any) -> Iterato
 def _cut(tokens: Sequence[int], start: int, end: int, spans: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
     """Yield the parts [start, end) of a turn: each ends with a match of ``spans``, the last with the turn."""
     if spans != "turns":
-        for match in re.finditer(spans, decoded(tokenizer, tokens[start:end])):
-            last = start + token_span(tokenizer, tokens[start:end], *match.span()).stop
+        first, turn = start, tokens[start:end]
+
+        def characters(count: int) -> int:
+            return len(decoded(tokenizer, turn[:count]).removesuffix("\ufffd"))  # the last may be incomplete
+
+        for match in re.finditer(spans, decoded(tokenizer, turn)):
+            last = first + bisect_left(range(len(turn)), match.end(), key=characters)
             if start < last < end:
                 yield start, last
                 start = last
@@ -271,17 +276,6 @@ def _check_turns(group: dict[str, Any]) -> None:
                     f"group_overrides.{name}: sequence {sequence} has {turns} turns; give a list over sequences of "
                     "lists with a value for each turn"
                 )
-
-
-def token_span(tokenizer: Any, tokens: Sequence[int], start: int, end: int) -> slice:
-    """Return the slice of ``tokens`` that covers the characters [start, end) of their text."""
-
-    def characters(count: int) -> int:
-        return len(decoded(tokenizer, tokens[:count]).removesuffix("\ufffd"))  # the last may be incomplete
-
-    counts = range(len(tokens) + 1)
-    first = min(bisect_left(counts, start, key=characters), bisect_right(counts, start, key=characters) - 1)
-    return slice(first, bisect_left(counts, end, key=characters))
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:

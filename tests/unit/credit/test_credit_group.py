@@ -1,6 +1,7 @@
 """Credit on the tokens of scored groups, up to the gradient, and through the adapter."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -129,6 +130,30 @@ def test_credit_of_parts_of_a_turn_by_a_function(model_path):
     for row, advantages, sign in zip(rows, group["advantages"], (1, -1), strict=True):
         first = next(n for n in range(len(row)) if "= 19" in tokenizer.decode(row[:n]))
         assert not any(advantages[: 2 + first]) and all(sign * value > 0 for value in advantages[2 + first :])
+
+
+TEXTS: list[str] = []
+
+
+def heard(item, text):
+    TEXTS.append(text)
+    return 0.0
+
+
+@pytest.mark.parametrize("pattern", [r"= \d+", "\n", r"\w*", "👍", "none", r"(?s:.*)"])
+def test_credit_cuts_a_turn_after_each_match(model_path, pattern):
+    """A part ends with the first token that covers its match; one of several characters may hold two matches."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    text = "a = 1\nbb = 22\n7 × 3 = 21 äöü 👍 and\nccc = 333\nend"
+    row = tokenizer.encode(text, add_special_tokens=False)
+    group = {"tokens": [[1, 2, *row]], "masks": [[-100, -100, *row]], "scores": [1.0]}
+    TEXTS.clear()
+    add_credit(group, Credit(spans=pattern, values=f"{__name__}:heard"), tokenizer)
+    covered = [tokenizer.decode(row[:count]) for count in range(len(row) + 1)]
+    ends = {next(n for n, each in enumerate(covered) if text[: m.end()] in each) for m in re.finditer(pattern, text)}
+    assert TEXTS == [covered[end] for end in sorted(ends - {0, len(row)})]
 
 
 @pytest.mark.parametrize(

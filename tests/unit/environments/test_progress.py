@@ -12,7 +12,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.adapter.restore import group_of_nodes
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.credit.group import Credit, add_credit, token_span
+from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.environments import calculator, gsm8k
@@ -52,18 +52,6 @@ def test_progress_of_calls_needs_no_reply():
     assert calculator.steps_done(ROW, call("12 + 7") + "\n19\n" + call("1 +")) == pytest.approx(-1 / 3)
     assert calculator.steps_done(ROW, "19, 15: I guess") == -1
     assert calculator.steps_done(ROW, call("12 + 7") + call("19 - 4")) == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize("text", ["12 + 7 = 35", "7 × 3 = 21 äöü 👍 2 + 2 = 4"])
-def test_promises_spans_hold_whole_tokens_of_their_text(make, text):
-    tokenizer = make(gsm8k.GSM8kEnv).tokenizer
-    tokens = tokenizer.encode(text)
-    for start in range(len(text)):
-        for end in range(start + 1, len(text) + 1):
-            place = token_span(tokenizer, tokens, start, end)
-            assert text[start:end] in tokenizer.decode(tokens[place])
-            shorter = [tokens[place.start + 1 : place.stop], tokens[place.start : place.stop - 1]]
-            assert all(text[start:end] not in tokenizer.decode(part) for part in shorter)
 
 
 def test_credit_of_steps_and_the_answer(make, node):
