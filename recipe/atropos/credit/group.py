@@ -19,6 +19,7 @@ given, in ``credit`` of its ``group_overrides``.
 import pkgutil
 import re
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -106,7 +107,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     """Write the ``advantages`` of a group, a list of floats for each sequence, one for each token, and their rule.
 
     ``tokenizer`` is needed for ``spans`` other than turns, and for ``values``, which is given ``item`` and an episode's
-    text from the end of the prompt to the next decision, what the environment said after this one included.
+    text from the end of the prompt to the next decision, what the environment said after this one included; of an
+    episode of several sequences that of each, joined by a newline.
 
     Raises:
         CreditError: the group has advantages already, a field of it has not one value for each turn, a value is not
@@ -121,8 +123,8 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     if not found or (credit.outcome_gate and len(set(raw)) == 1):
         group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
         return
-    if "turn_numbers" in _overrides(group):
-        found.sort(key=lambda one: _overrides(group)["turn_numbers"][one.sequence][one.turn])
+    if places := _overrides(group).get("turn_numbers"):
+        found.sort(key=lambda one: places[one.sequence][one.turn])
     parents = _parents(found, group)
     outcomes = np.full(len(found), np.nan)
     for i in set(range(len(found))) - {*parents.tolist()}:
@@ -130,7 +132,7 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
     if named := _overrides(group).get("turn_states"):
         states = [str(named[one.sequence][one.turn]) for one in found]
     else:
-        states = [str(group["tokens"][one.sequence][: one.start]) for one in found]
+        states = [tuple(group["tokens"][one.sequence][: one.start]) for one in found]
     values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
     decisions = Decisions(parents, outcomes, values, states)
     given = advantages(decisions, credit.gamma, credit.lam, credit.mix)
@@ -233,6 +235,7 @@ def _values(
     if function is None and _overrides(group).get("turn_values") is None:
         return None
     values = np.zeros(len(found))
+    numbers, said = trajectory_numbers(_overrides(group), len(group["scores"])), defaultdict[int, dict[int, str]](dict)
     for i in np.flatnonzero(goes_on):
         one = found[i]
         if function is None:
@@ -242,9 +245,10 @@ def _values(
             except (TypeError, ValueError, OverflowError) as error:
                 raise CreditError(f"group_overrides.turn_values: {value!r:.80} is no number: {error}") from error
             continue
-        tokens = group["tokens"][one.sequence]
+        tokens, of_episode = group["tokens"][one.sequence], said[numbers[one.sequence]]
         end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
-        text = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
+        of_episode[one.sequence] = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
+        text = "\n".join(of_episode.values())
         try:
             values[i] = function(item, text)
         except Exception as error:

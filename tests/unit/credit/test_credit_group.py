@@ -156,6 +156,37 @@ def test_credit_cuts_a_turn_after_each_match(model_path, pattern):
     assert TEXTS == [covered[end] for end in sorted(ends - {0, len(row)})]
 
 
+class Letters:
+    """A tokenizer with a character for each token."""
+
+    def decode(self, tokens, **_):
+        return "".join(map(chr, tokens))
+
+
+def test_credit_values_are_given_all_of_an_episode():
+    """Also what its other sequences say, in the order in which these begin; of other episodes nothing."""
+    texts = ["?A.B.", "?a.", "?Z.Y."]  # capitals and small letters are sampled
+    masks = [[ord(each) if each.isalpha() else -100 for each in text] for text in texts]
+    group = {"tokens": [[*map(ord, text)] for text in texts], "masks": masks, "scores": [1.0, 1.0, 0.0]}
+    group["group_overrides"] = {"trajectory": [0, 0, 1], "turn_numbers": [[0, 2], [1], [0, 1]]}
+    TEXTS.clear()
+    add_credit(group, Credit(values=f"{__name__}:heard"), Letters())
+    assert sorted(TEXTS) == ["A.", "A.\na.", "Z."]
+
+
+def test_credit_tells_long_histories_in_arrays_apart():
+    """NumPy leaves out the middle of a long array when it prints one; three turns, the second after a long reply."""
+    rows = [[1, 2, 3, first, *[4] * 2000, 5, 6, 7] for first in (8, 9, 9)]
+    masks = [[-100] * 3 + row[3:4] + [-100] * 2000 + [5, -100, 7] for row in rows]
+    overrides = {"turn_values": [[0.25, 0.5, 1], [0.0, 0.75, 1], [0.5, 0.5, 1]]}
+    group, same = ({"tokens": rows, "masks": masks, "scores": [1.0, 0.0, 1.0]} for _ in range(2))
+    same["tokens"] = [np.array(row) for row in rows]
+    for each in (group, same):
+        each["group_overrides"] = overrides
+        add_credit(each, Credit())
+    assert same["advantages"] == group["advantages"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
