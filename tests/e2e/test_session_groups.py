@@ -196,6 +196,18 @@ def test_session_groups_are_given_credit(sessions, api):
             assert [sign * value > 0 for value in values] == [mask != -100 for mask in masks]
 
 
+def test_session_groups_of_equal_rewards_are_sent_for_credit(sessions, api):
+    """Where turns differ; where they do not, there is nothing to learn from."""
+    restarted(sessions, credit=Credit(lam=0.0))
+    for least in (0.5, 0.0):
+        for number, session in enumerate(opened(sessions, size=6)):
+            ended(sessions, session, reward=0.0, turn_values=[0.0] * 7)  # is refused: the session goes on
+            ended(sessions, session, reward=0.0, turn_values=[0.5 if number else least, 9.0])
+    [group] = batch(api)
+    assert set(group["scores"]) == {0.0} and any(map(any, group["advantages"]))
+    assert api.get("/diagnose")["counts"]["released/equal_scores"] == 1
+
+
 def half(item, text):
     """Values of a function that hangs at one item."""
     time.sleep(3.0 * (item["question"] == "hang"))

@@ -191,11 +191,13 @@ class Groups:
     async def _post(self, group: Group, sessions: list[Session]) -> None:
         kept = [session for session in sessions if session.state.reward is not None and session.tree.turns]
         reason = Reason.NO_GROUP if not kept else Reason.EQUAL_SCORES
-        if len({session.state.reward for session in kept}) > 1:
+        made: dict[str, Any] = {}
+        if kept:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
             made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
             if self._credit is not None:
                 await self._give_credit(made, group.request.item)
+        if len({session.state.reward for session in kept}) > 1 or any(map(any, made.get("advantages", ()))):
             reason = None
             try:
                 await self._api.post_groups([made], group.ticket, group.id)
