@@ -21,6 +21,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,16 +173,22 @@ def _cut(tokens: Sequence[int], start: int, end: int, spans: str, tokenizer: Any
     """Yield the parts [start, end) of a turn: each ends with a match of ``spans``, the last with the turn."""
     if spans != "turns":
         first, turn = start, tokens[start:end]
-
-        def characters(count: int) -> int:
-            return len(decoded(tokenizer, turn[:count]).removesuffix("\ufffd"))  # the last may be incomplete
-
+        covered = _covered(tokenizer, turn)
         for match in re.finditer(spans, decoded(tokenizer, turn)):
-            last = first + bisect_left(range(len(turn)), match.end(), key=characters)
+            last = first + bisect_left(covered, match.end())
             if start < last < end:
                 yield start, last
                 start = last
     yield start, end
+
+
+def _covered(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+    """Return how many characters of their text the first 0, 1, ... tokens cover, without decoding each beginning."""
+
+    def length(start: int, end: int) -> int:  # a character may have four tokens, and a first word loses its space
+        return len(decoded(tokenizer, tokens[max(0, start) : end]).removesuffix("\ufffd"))  # the last may be incomplete
+
+    return [0, *accumulate(length(n - 8, n + 1) - length(n - 8, n) for n in range(len(tokens)))]
 
 
 def _parents(found: Sequence[Decision], group: dict[str, Any]) -> np.ndarray:
@@ -237,22 +244,17 @@ def _values(
     values = np.zeros(len(found))
     numbers, said = trajectory_numbers(_overrides(group), len(group["scores"])), defaultdict[int, dict[int, str]](dict)
     for i in np.flatnonzero(goes_on):
-        one = found[i]
-        if function is None:
-            value = _overrides(group)["turn_values"][one.sequence][one.turn]
-            try:
-                values[i] = value
-            except (TypeError, ValueError, OverflowError) as error:
-                raise CreditError(f"group_overrides.turn_values: {value!r:.80} is no number: {error}") from error
-            continue
-        tokens, of_episode = group["tokens"][one.sequence], said[numbers[one.sequence]]
-        end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
-        of_episode[one.sequence] = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
-        text = "\n".join(of_episode.values())
+        one, source, text = found[i], "group_overrides.turn_values", ""
+        if function is not None:
+            tokens, of_episode = group["tokens"][one.sequence], said[numbers[one.sequence]]
+            end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
+            of_episode[one.sequence] = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
+            text = "\n".join(of_episode.values())
+            source = f"environment.credit.values for the text {text[-80:]!r}"
         try:
-            values[i] = function(item, text)
+            values[i] = function(item, text) if function else _overrides(group)["turn_values"][one.sequence][one.turn]
         except Exception as error:
-            raise CreditError(f"environment.credit.values: {error!r} for the text {text[-80:]!r}") from error
+            raise CreditError(f"{source}: {error!r}") from error
     if not np.isfinite(values).all():
         raise CreditError(f"values of turns are {values.tolist()}; each must be a finite number")
     return values

@@ -32,11 +32,6 @@ class _Padding(Row):
         """Nothing of it is trained on."""
 
 
-def _padding(i: int, token: int) -> Row:
-    """Return the row that pads a batch at place ``i``."""
-    return _Padding(np.array([token]), _NOTHING, _NOTHING, 0.0, f"padding-{i}")
-
-
 def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):
     """Return a (B, width) tensor of ragged rows, padded on one side."""
     out = np.full((len(arrays), width), fill, dtype=dtype)
@@ -77,7 +72,10 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     if not real:
         raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
     missing = [None] * (-len(rows) % multiple_of)
-    filled = [_padding(i, limits.pad_token_id) if row is None else row for i, row in enumerate([*rows, *missing])]
+    filled = [
+        _Padding(np.array([limits.pad_token_id]), _NOTHING, _NOTHING, 0.0, f"padding-{i}") if row is None else row
+        for i, row in enumerate([*rows, *missing])
+    ]
 
     def per_token(name: str) -> torch.Tensor:
         values = [_NOTHING if value is None else value for value in _column(filled, name)]
