@@ -177,19 +177,20 @@ class ProgramEnv(ItemsEnv):
             opened = await self._sessions.open(
                 env=config.wandb_name or self.name, item=item, sampling=sampling, limits=limits, **place
             )
+            limit = asyncio.timeout(seconds)
             try:
-                async with asyncio.timeout(seconds):
+                async with limit:
                     if config.agent:
                         result = await _function("agent", config.agent)(item, opened.base_url, opened.api_key)
                     else:
                         result = await self._execute(item, opened)
                 return await self._sessions.end(opened.id, **read_reward(result))
-            except TimeoutError:
-                ended = {"end": "seconds"}
-            except Exception as error:
+            except (Exception, asyncio.CancelledError, SystemExit) as error:  # an agent raises what it likes
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
                 logger.warning("session %s failed: %r", opened.id, error)
-                ended = {"end": str(error) if isinstance(error, SessionFailed) else type(error).__name__}
-        return await self._sessions.end(opened.id, **ended)
+                end = str(error) if isinstance(error, SessionFailed) else type(error).__name__
+        return await self._sessions.end(opened.id, end="seconds" if limit.expired() else end)
 
     async def _group(self, outcomes: list[dict[str, Any]]) -> ScoredDataGroup:
         found = [(one["id"], one["reward"], await self._sessions.rows(one["id"])) for one in outcomes]
@@ -210,25 +211,31 @@ class ProgramEnv(ItemsEnv):
         command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
         found = [os.path.abspath(word) if os.path.exists(word) else word for word in command]
         command = found if "/" in command[0] else [command[0], *found[1:]]  # as a shell looks for a program
-        with tempfile.TemporaryDirectory(prefix="session-") as folder:
-            log = Path(folder).with_suffix(".log")
+        with tempfile.TemporaryDirectory(prefix="session-") as scratch:
+            own, log, printed = (Path(scratch, name) for name in ("own", "log", "output"))
+            own.mkdir()
             work = asyncio.to_thread(
-                start_service, f"session {opened.id}", command, log_path=log, env=variables, cwd=folder
+                start_service,
+                f"session {opened.id}",
+                command,
+                log_path=log,
+                output_path=printed,
+                env=variables,
+                cwd=own,
             )
             started = asyncio.ensure_future(work)
             try:
                 service = await asyncio.shield(started)
                 while (status := service.poll()) is None:
                     await asyncio.sleep(_POLL)
-                output = log.read_text(errors="replace")
+                output, errors = (path.read_text(errors="replace") for path in (printed, log))
             finally:
                 await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
-                log.unlink(missing_ok=True)
         if self.config.score is not None:
             scored = await asyncio.to_thread(_function("score", self.config.score), item, output)
             return await scored if inspect.isawaitable(scored) else scored
         if status != 0:
-            logger.warning("session %s: exit status %d: %s", opened.id, status, output[-2000:])
+            logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
             raise SessionFailed("exit_status")
         return next(filter(_holds_reward, reversed(output.split("\n"))), None)
 

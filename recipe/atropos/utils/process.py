@@ -245,13 +245,14 @@ def start_service(
     command: list[str],
     *,
     log_path: Path | str,
+    output_path: Path | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | str | None = None,
     url: str | None = None,
     inherited: Mapping[str, int] | None = None,
 ) -> LocalService:
     """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600, since it may
-    hold private data).
+    hold private data), what it writes to standard output to `output_path`, if one is given.
 
     `env` is added to this process's environment. `inherited`: descriptors that stay open in the service, by the
     environment variables that name them there. A proxy that is set is not asked for loopback addresses and the
@@ -273,14 +274,15 @@ def start_service(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     control, theirs = socket.socketpair()
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    paths = (log_path, output_path or log_path)
+    log, output = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths)
     try:
         log_start = os.fstat(log).st_size
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", _GUARDIAN, name],
             stdin=theirs.fileno(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=output,
+            stderr=log,
             env=environment,
             cwd=cwd,
             start_new_session=True,  # out of reach of a terminal's Ctrl-C
@@ -289,6 +291,7 @@ def start_service(
     finally:
         theirs.close()
         os.close(log)
+        os.close(output)
     words = "\0".join(command).encode(errors="surrogateescape")
     pid = b""
     with contextlib.suppress(OSError):  # it ended, or took too long

@@ -1,6 +1,7 @@
 """What the environment of programs counts of its sessions."""
 
 import asyncio
+import builtins
 import json
 import os
 import sys
@@ -106,6 +107,17 @@ def test_program_that_hangs_ends_before_its_item_does(tmp_path, monkeypatch):
     assert found["failed/seconds"] == 2 and found["left_out"] == 1 and found["ended"] == 3
 
 
+async def raises(item, base_url, api_key):
+    raise getattr(builtins, item["error"], asyncio.CancelledError)
+
+
+@pytest.mark.parametrize("error", ["TimeoutError", "SystemExit", "CancelledError"])
+def test_program_function_may_raise_what_it_likes(tmp_path, monkeypatch, error):
+    """A session fails by it, no other, and no limit is blamed."""
+    found = counted(tmp_path, monkeypatch, {"error": error}, [], agent=f"{__name__}:raises")
+    assert found == {f"failed/{error}": 4, "left_out": 2, "ended": 4}
+
+
 def scores_slowly(item, output):
     time.sleep(1.5)
     return 1.0
@@ -122,6 +134,13 @@ def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
     """Not the last that is JSON."""
     script = tmp_path / "agent.py"
     script.write_text(f"print(0.25)\nprint('{{\"reward\": 0.5}}')\nprint({output!r})")
+    assert printed(f"{sys.executable} {script}") == 0.5
+
+
+def test_program_reward_is_read_from_standard_output_alone(tmp_path):
+    """What it writes to standard error, as a bar of progress, may end without a line, or be a number."""
+    script = tmp_path / "agent.py"
+    script.write_text("import sys\nsys.stderr.write('7\\n 50%')\nprint(0.5, flush=True)\nsys.stderr.write('\\n8\\n')")
     assert printed(f"{sys.executable} {script}") == 0.5
 
 
