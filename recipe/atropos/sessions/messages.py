@@ -124,7 +124,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg
 
 
 def same(one: Message, other: Message) -> bool:
-    """Whether two messages say the same: role, text, tools' names and arguments, parsed and sorted.
+    """Whether two messages say the same: role, text, tools' names and arguments, parsed: 1 is 1.0, as in JavaScript.
 
     Reasoning, which clients drop, and the ids of calls, which they make anew, are left out; so is white space around a
     text, which they strip.
@@ -137,18 +137,18 @@ def alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
     return some == others or (len(some) == len(others) and all(map(same, some, others)))
 
 
-def _said(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
+def _said(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
     calls = [call["function"] for call in message.get("tool_calls", ())]
     return (
         message["role"],
         message["content"].strip(),
-        [(call["name"], _canonical(call["arguments"])) for call in calls],
+        [(call["name"], _parsed(call["arguments"])) for call in calls],
     )
 
 
-def _canonical(arguments: str) -> str:
+def _parsed(arguments: str) -> Any:
     found = read_object(arguments)
-    return arguments.strip() if found is None else msgspec.json.encode(found, order="sorted").decode()
+    return arguments.strip() if found is None else found
 
 
 def read_object(value: Any) -> dict[str, Any] | None:

@@ -140,7 +140,7 @@ async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     program = await run(tmp_path, "chatml", [call])
     history = program.seen[-1]
     [mine] = history[-1]["tool_calls"]
-    same = {**mine, "id": "other", "function": {"name": "add", "arguments": '{"a":1, "b":2}'}}
+    same = {**mine, "id": "other", "function": {"name": "add", "arguments": '{"a":1.0, "b":2}'}}
     other = {**mine, "function": {"name": "add", "arguments": '{"a": 5}'}}
     for written in (same, other):
         changed = [*history[:-1], {**history[-1], "tool_calls": [written]}]
