@@ -50,26 +50,24 @@ class Rendering:
         self._renderers = lru_cache(maxsize=16)(self._create)
         try:
             self._renderers("{}")
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:  # the tokenizer lacks a token of this renderer
             raise ConfigurationError(
                 f"sessions.renderer={renderer}, sessions.tool_parser={tool_parser}: {error}"
             ) from error
 
     def _create(self, template: str) -> Any:
-        """Return the renderer for the arguments of a chat template, given as JSON."""
-        given = json.loads(template)
-        if self._name == "auto":
-            found = create_renderer(self.tokenizer)
-            if not isinstance(found, DefaultRenderer):
-                given |= {"name": found.config.name}
-        elif self._name != "default":
-            given |= {"name": self._name}
-        if "name" not in given:
-            parsers = {"tool_parser": self._tool_parser, "reasoning_parser": "think"}
-            given |= {"name": "default", **parsers}
-        elif self.thinking == "kept":
-            given |= {"thinking_retention": "all"}
-        return create_renderer(self.tokenizer, TypeAdapter(RendererConfig).validate_python(given))
+        """Return the renderer for the arguments of a chat template, given as JSON; what it does not know has no effect,
+        as in a template.
+        """
+        given, read = json.loads(template), TypeAdapter(RendererConfig).validate_python
+        name = create_renderer(self.tokenizer).config.name if self._name == "auto" else self._name
+        if name == "default":
+            given |= {"tool_parser": self._tool_parser, "reasoning_parser": "think"}
+        else:
+            known = read({"name": name}).template_field_names()
+            given = {key: value for key, value in given.items() if key in known}
+            given |= {"thinking_retention": "all"} if self.thinking == "kept" else {}
+        return create_renderer(self.tokenizer, read({**given, "name": name}))
 
     def _renderer(self, template: dict[str, Any]) -> Any:
         try:

@@ -356,15 +356,14 @@ class Session:
         if asked.prompt is not None:
             parent, count = self.tree.continued_ids(as_ids(asked.prompt))
             return parent, asked.prompt[count:], [], None
-        cause = None
         parent, count = self.tree.continued(messages, _basis(asked))
         if parent is not None:
             added = rendering.bridged(parent, messages[:count], messages[count:], asked.tools, asked.template)
             if added is not None:
                 return parent, added, messages[count:], None
-            cause = "thinking_stripped" if parent.thinking else "other"
-        elif self.tree.turns:
-            cause = self.tree.fork_cause(messages)
+        cause = self.tree.fork_cause(messages)
+        if cause == "other" and parent is not None and parent.thinking and rendering.thinking == "as_template":
+            cause = "thinking_stripped"
         return None, rendering.prompt(messages, asked.tools, asked.template), messages, cause
 
     async def _tokens_left(self) -> None:

@@ -105,8 +105,7 @@ async def test_session_bridge_is_what_the_template_writes(tmp_path):
         history = [*program.seen[-1], user("and")]
         await program.ask(history)
         whole = rendering.prompt(history, ADD, {})
-        if template != "no_generation_prompt":  # whose replies have no end of their own
-            assert tokenizer.decode(program.policy.sampled[-1][0]) == tokenizer.decode(whole), template
+        assert tokenizer.decode(program.policy.sampled[-1][0]) == tokenizer.decode(whole), template
 
 
 async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
@@ -118,6 +117,31 @@ async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path)
     assert "so" not in program.rendering.tokenizer.decode(second[0])
     kept = await run(tmp_path, "thinking_kept", script, thinking="as_template")
     assert len(list(kept.session.tree.leaves())) == 1 + (kept.session.forks == {"thinking_stripped": 1})
+
+
+def qwen3(**fields):
+    """Qwen3's own renderer, and a tokenizer that has its tokens."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<|endoftext|>", "<tool_response>", "</tool_response>"])
+    return Rendering(tokenizer, renderer="qwen3", **fields)
+
+
+async def test_session_edits_are_named_where_a_renderer_cannot_bridge(tmp_path):
+    """It takes no assistant's message that was not sampled; the thinking that it keeps is not to blame."""
+    policy = ScriptedPolicy((rendering := qwen3()).tokenizer, script=["<think>so</think>19", "7", "12"])
+    program = Program(opened(tmp_path), policy, rendering)
+    await program.ask([user("sum")])
+    await program.ask([*program.seen[-1], user("and?")])
+    await program.ask([*program.seen[-1][:-1], {"role": "assistant", "content": "another"}, user("and?")])
+    check_trained_once(policy, program.session.tree)
+    assert program.session.forks == {"message_edited": 1}
+
+
+def test_session_fields_that_a_template_lacks_have_no_effect():
+    """As OpenAI's ``reasoning_effort``, which clients send to any model."""
+    rendering, asked = qwen3(), [user("sum")]
+    assert rendering.prompt(asked, None, {"reasoning_effort": "low"}) == rendering.prompt(asked, None, {})
+    assert rendering.prompt(asked, None, {"enable_thinking": False}) != rendering.prompt(asked, None, {})
 
 
 @pytest.mark.parametrize(
