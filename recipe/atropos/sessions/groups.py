@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -84,16 +85,19 @@ class Groups:
         """Take a ticket and open the sessions of a group.
 
         Raises:
-            RequestError: the size is none, or there is no ticket in time.
+            RequestError: the size is none, an open group of another request has the key, or there is no ticket in time.
             TrajectoryApiError: the API refuses the environment.
         """
         if request.size < 1:
             raise RequestError(f"size={request.size}: give 1 or more")
-        async with self._locks[request.env]:
+        until = time.monotonic() + _TICKET_SECONDS
+        async with self._locks[request.env]:  # where others may wait for as long
             for group in self._groups.values():
                 if request.key is not None and (group.request.env, group.request.key) == (request.env, request.key):
+                    if group.request != request:
+                        raise RequestError(f"key={request.key}: an open group of another request has it", 409)
                     return [self._load(identifier) for identifier in group.sessions]
-            ticket = await self._ticket(request)
+            ticket = await self._ticket(request, max(0.0, until - time.monotonic()))
         if ticket is None:
             status = await self._api.diagnose()
             raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503)
@@ -112,8 +116,10 @@ class Groups:
         place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
         return self._open_session(**place, sampling=request.sampling, limits=limits)
 
-    async def _ticket(self, request: GroupRequest) -> int | None:
-        """Return a ticket, of an environment that is registered first if the API does not know it."""
+    async def _ticket(self, request: GroupRequest, wait: float) -> int | None:
+        """Return a ticket, of an environment that is registered first if the API does not know it; None if there is
+        none within ``wait`` seconds.
+        """
         for _ in range(2):
             if request.env not in self._env_ids:
                 registration = {"desired_name": request.env, "weight": 1.0, "group_size": request.size}
@@ -122,7 +128,7 @@ class Groups:
                     raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
                 self._env_ids[request.env] = answer["env_id"]
             try:
-                return await self._api.begin(self._env_ids[request.env], request.size, _TICKET_SECONDS)
+                return await self._api.begin(self._env_ids[request.env], request.size, wait)
             except TrajectoryApiError as error:
                 if error.status != 404:
                     raise
