@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import orjson
@@ -13,7 +14,7 @@ from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES
 from recipe.atropos.utils.files import write_atomic
-from recipe.atropos.utils.process import start_time
+from recipe.atropos.utils.process import Service, start_time
 
 CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_staleness: 2, api_url: null}}\n"
 
@@ -21,6 +22,18 @@ CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_stalene
 def run_of(config, folder, composed=None):
     """A run of a configuration, whatever its command line was."""
     return Run(RunPlan(config, config if composed is None else composed, RunDir(folder)))
+
+
+@dataclass
+class Placed(Service):
+    """A service on another node, the first of which has ended with a status."""
+
+    status: int = 0
+
+    def poll(self):
+        return self.status if self.pid == 1 else None
+
+    def stop(self, grace=0.0): ...
 
 
 def prepare_trainer(run, monkeypatch):

@@ -1,10 +1,11 @@
 """The run's SGLang servers, and the gateway that is their single address for the environments.
 
 Guarantees: the environments know only the gateway; a server or gateway keeps its port when it is restarted; a server
-that never came up is an error, and only one that was up is restarted.
+that never came up is an error, and only one that was up is restarted, or one that was lost with its node.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -179,6 +180,8 @@ async def start_inference(run: Run) -> Inference:
     for name in inference.servers:
         run.add(_start_server(run, inference, name))
     _start_gateway(run, inference)
+    if servers:  # a node may be lost before they are up; an error of their own would repeat
+        _enable_restarts(run, inference, recovers=lambda status: status < 0)
     return inference
 
 
@@ -219,10 +222,13 @@ async def inference_healthy(run: Run, inference: Inference) -> float:
     """
     await wait_until_healthy(run.services["gateway"], inference.status, _GATEWAY_START)
     seconds = 0.0
-    for name, launch in inference.servers.items():
+    for name in inference.servers:
         timeout = max(run.config.inference.start_timeout - seconds, 1.0)
         seconds += await wait_until_healthy(
-            run.services[name], partial(serves, run, launch.url), timeout, key="inference.start_timeout"
+            partial(run.services.__getitem__, name),
+            lambda name=name: serves(run, inference.servers[name].url),  # another, once it is placed elsewhere
+            timeout,
+            key="inference.start_timeout",
         )
     _enable_restarts(run, inference)
     return seconds
@@ -241,7 +247,7 @@ def _awaited(run: Run, name: str) -> str:
     return run.cluster.awaited(name) if run.config.inference.placement == "ray" else ""
 
 
-def _enable_restarts(run: Run, inference: Inference) -> None:
+def _enable_restarts(run: Run, inference: Inference, recovers: Callable[[int], bool] = lambda status: True) -> None:
     """Set the restart policies; a colocated server's restart waits while the trainer holds the GPU memory."""
     limit = run.config.inference.max_restarts
     for name in inference.servers:
@@ -250,5 +256,7 @@ def _enable_restarts(run: Run, inference: Inference) -> None:
             limit,
             kind="sglang",
             awaited=partial(_awaited, run, name),
+            recovers=recovers,
         )
-    run.restart_policies["gateway"] = RestartPolicy(partial(_start_gateway, run, inference), limit, kind="gateway")
+    gateway = partial(_start_gateway, run, inference)
+    run.restart_policies["gateway"] = RestartPolicy(gateway, limit, kind="gateway", recovers=recovers)

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from helpers.environments import item_env
-from helpers.runs import run_of
+from helpers.runs import Placed, run_of
 from helpers.trainer import changed_config, compose_config
 from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.commands.dry_run import service_commands
@@ -33,7 +33,7 @@ from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
 from recipe.atropos.report.run_history import SENT, read_history
 from recipe.atropos.utils.files import LineReader, append_line
-from recipe.atropos.utils.process import Service, ServiceFailed
+from recipe.atropos.utils.process import ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
 
@@ -189,17 +189,10 @@ def test_environment_lost_before_it_starts_is_placed_elsewhere(tmp_path, status,
     """Minutes pass between the reservation of a place and the start; an error of its own would repeat itself."""
     run, log = run_of(config("environments.a={target: m, placement: ray}"), tmp_path), tmp_path / "a.log"
     log.touch()
-
-    class Placed(Service):
-        def poll(self):
-            return status if self.pid == 1 else None
-
-        def stop(self, grace=0.0): ...
-
     started = []
     run.cluster = SimpleNamespace(
         awaited=lambda name: "",
-        start_program=lambda name, *_, **__: started.append(name) or Placed(name, len(started), log),
+        start_program=lambda name, *_, **__: started.append(name) or Placed(name, len(started), log, status=status),
         close=lambda: None,
     )
     Environments(run, "http://api", "http://server").start()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import orjson
 import psutil
@@ -17,7 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers.disk import fill
-from helpers.runs import run_of
+from helpers.runs import Placed, run_of
 from helpers.trainer import compose_config
 from helpers.waiting import until
 from recipe.atropos.errors import Preempted
@@ -27,7 +28,7 @@ from recipe.atropos.launcher import startup
 from recipe.atropos.launcher.environment_processes import Environments
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
-from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers
+from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers, start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
@@ -338,6 +339,31 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(configured, tmp_pa
     (memory.mark if colocated else run.files.servers_offloaded).touch()
     assert bool(run.restart_policies["sglang"].awaited()) is colocated
     assert not run.restart_policies["gateway"].awaited()
+
+
+@pytest.mark.parametrize(("status", "starts"), [(-9, 2), (1, 1)])
+def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, monkeypatch, status, starts):
+    """With its node; gateway and trainer are started again with its address. An error of its own would repeat."""
+    run, log, started = configured("inference.placement=ray", "inference.python=python"), tmp_path / "sglang.log", []
+    log.touch()
+    cluster = SimpleNamespace(
+        awaited=lambda name: "",
+        placed=lambda name, launch: replace(launch, host=f"10.0.0.{len(started)}"),
+        start_server=lambda name, *_: started.append(name) or Placed(name, len(started), log, status=status),
+        close=lambda: None,
+    )
+    monkeypatch.setattr("recipe.atropos.launcher.on_ray.Cluster", lambda *_: cluster)
+    monkeypatch.setattr("recipe.atropos.launcher.cluster_check.check_nodes", lambda *_, **__: [])
+    monkeypatch.setattr("recipe.atropos.launcher.sglang.gateway_command", lambda *_: SLEEP)
+    inference = asyncio.run(start_inference(run))
+    restartable(run, "trainer", kind="trainer", limit=0)
+    run.complete, before = run.config, dict(run.services)
+    with pytest.raises(ServiceFailed, match="sglang: ended while") if starts == 1 else contextlib.nullcontext():
+        run.check()
+        run.check()
+        assert re.match(r"http://10\.0\.0\.1:", inference.urls[0]) and run.complete.inference.urls == inference.urls
+        assert all(run.services[name].poll() is None is not before[name].poll() for name in ("gateway", "trainer"))
+    assert started == ["sglang"] * starts
 
 
 def test_any_other_service_that_ends_ends_the_run(run):
