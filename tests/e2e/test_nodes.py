@@ -151,6 +151,32 @@ def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
     until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
 
 
+PRINTS = """
+import sys
+from pathlib import Path
+from helpers.waiting import until
+from recipe.atropos.config.compose import load_config
+from recipe.atropos.launcher.on_ray import Cluster
+cluster = Cluster(load_config(["preset=demo", f"ray_kwargs.ray_init.address={sys.argv[1]}"]), {}, ["program"])
+until(lambda: not cluster.awaited("program"), 60)
+log = Path(sys.argv[2])
+service = cluster.start_program("program", [sys.executable, "-c", "print('x' * 20_000_000)"], log)
+until(lambda: service.poll() is not None, 30)
+assert service.poll() == 0 and log.stat().st_size == 20_000_001, log.stat().st_size
+cluster.close()
+"""
+
+
+def test_nodes_output_of_a_service_arrives_however_long(tmp_path):
+    """And with it the status; Ray gives the launcher a long answer only once the head has fetched it."""
+    root = Path(__file__).parents[2]
+    with Cluster(tmp_path, [0, 1]) as cluster:
+        command = cluster.command(0, sys.executable, "-c", PRINTS, f"{cluster.address(0)}:6379", tmp_path / "log")
+        variables = os.environ | cluster.variables | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
+        ended = subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
     """The batches of a run of one rank, trained on again by two on two nodes; SGD, which scales no rounding up."""
     options = ["actor_rollout_ref.actor.optim.optimizer=SGD", "actor_rollout_ref.actor.optim.lr=0.1"]

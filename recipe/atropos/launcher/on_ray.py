@@ -119,10 +119,9 @@ class PlacedService(Service):
         while self._status is None:
             try:
                 self._asked = self._asked or self.host.look.remote()
-                self._status, more = ray.get(self._asked, timeout=0)
-                self._asked = None
-            except GetTimeoutError:
-                break  # until Ray gives the node up
+                if not ray.wait([self._asked], timeout=0)[0]:  # which fetches meanwhile: ray.get would begin anew
+                    break  # until Ray gives the node up
+                (self._status, more), self._asked = ray.get(self._asked), None
             except RayError as error:
                 more = f"error: its node, or its actor there, is lost: {error}\n".encode()
                 self._status, self._lost = LOST, True
