@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
-from recipe.atropos.config.compose import add_options, compose_overrides, given_keys
+from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.launcher.run_plan import plan_run
+from recipe.atropos.launcher.run_plan import names_model, plan_run
 from recipe.atropos.utils.hosts import joins_cluster
 
 
@@ -60,8 +60,7 @@ def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
     Raises:
         ConfigurationError: no cluster is joined.
     """
-    model = [] if {"preset", MODEL_KEY} & given_keys(overrides) else [f"{MODEL_KEY}=model"]
-    config = plan_run([*overrides, *model]).config
+    config = plan_run([*overrides, *([] if names_model(overrides) else [f"{MODEL_KEY}=model"])]).config
     if not joins_cluster(config.ray_kwargs.ray_init):
         raise ConfigurationError("no Ray cluster is joined: set ray_kwargs.ray_init.address=HEAD:6379, or RAY_ADDRESS")
     from recipe.atropos.launcher.cluster_check import check_nodes, wait_for_nodes

@@ -22,14 +22,14 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.text import Text
 
-from recipe.atropos.config.compose import add_options, compose_overrides, given_keys
+from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
 from recipe.atropos.inference.server import check_saver, sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
-from recipe.atropos.launcher.run_plan import RunPlan, plan_run
+from recipe.atropos.launcher.run_plan import RunPlan, names_model, plan_run
 from recipe.atropos.launcher.sglang import given_ports
 from recipe.atropos.launcher.startup import API_PORT
 from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, visible_gpus
@@ -361,7 +361,7 @@ add_arguments = add_options
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if every check passed."""
     overrides, console = compose_overrides(given), Console(highlight=False)
-    has_model = bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
+    has_model = names_model(overrides)
     plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
     results = examine(plan) | examine_run(plan.config, has_model)
     for name, result in results.items():

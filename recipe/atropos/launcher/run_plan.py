@@ -104,6 +104,11 @@ def plan_run(overrides: list[str]) -> RunPlan:
     return RunPlan(set_waits(config), composed, RunDir(directory), start)
 
 
+def names_model(overrides: list[str]) -> bool:
+    """Return whether what a command line gives says which model a run has."""
+    return bool({"preset", "run.resume_from", MODEL_KEY} & given_keys(overrides))
+
+
 def choose_run_dir(config: DictConfig, explicit: bool) -> Path:
     """Return the folder of the run: the configured one or, if it holds a finished run, the first of NAME-2, NAME-3, ...
     that does not.

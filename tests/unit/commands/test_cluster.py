@@ -6,15 +6,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import yaml
 
 from helpers.waiting import until
-from recipe.atropos.commands.cluster import job
+from recipe.atropos.commands.cluster import check, job
 from recipe.atropos.config.models import MODEL_KEY
-from recipe.atropos.errors import RECOVERABLE, LaunchError
+from recipe.atropos.errors import RECOVERABLE, ConfigurationError, LaunchError
 from recipe.atropos.launcher import cluster_check
 from recipe.atropos.launcher.cluster_check import Facts, _selects
 from recipe.atropos.launcher.on_ray import Host
@@ -74,6 +75,16 @@ def test_cluster_job_for_slurm_is_requeued_before_its_run(tmp_path):
 )
 def test_cluster_check_reads_interfaces_as_nccl_does(value, selects):
     assert _selects(value, {"eth0", "ib0"}) == selects
+
+
+@pytest.mark.parametrize(("given", "added"), [("run.resume_from=other", []), ("seed=2", [f"{MODEL_KEY}=model"])])
+def test_cluster_check_needs_no_model_and_adds_none_to_another(monkeypatch, given, added):
+    """A run to begin with names its own, so that its job can be checked."""
+    plan = Mock(side_effect=ConfigurationError)
+    monkeypatch.setattr("recipe.atropos.commands.cluster.plan_run", plan)
+    with pytest.raises(ConfigurationError):
+        check([given], nodes=1, wait=0.0)
+    plan.assert_called_once_with([given, *added])
 
 
 @pytest.mark.parametrize(
