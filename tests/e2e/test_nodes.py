@@ -15,6 +15,7 @@ from benchmarks.chaos import ledger
 from helpers.nodes import Cluster, namespaces_are_permitted
 from helpers.waiting import until
 from recipe.atropos.checkpoint.shards import Shards
+from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
@@ -79,15 +80,17 @@ def cluster(tmp_path):
 
 
 def test_nodes_lost_with_server_and_rank_lose_no_batch(cluster, tmp_path):
-    """Each is started again on another node; afterwards nothing is left anywhere."""
-    options = ["trainer.save_freq=2", "environment.evaluate=false", "trainer.logger=[console]"]
+    """Each is started again on another node, and for the server no step is lost; afterwards nothing is left."""
+    options = ["trainer.save_freq=4", "environment.evaluate=false", "trainer.logger=[console]"]
     launched = Launched(cluster, tmp_path, "--steps", "12", *options)
     launched.reach(3)
     server, rank = launched.node_of(SERVER), launched.node_of(RANK)
     assert {server, rank} < {1, 2, 3} and server != rank
     cluster.kill(server)
     until(lambda: launched.node_of(SERVER) not in (None, server), 180, launched)
+    until(lambda: "trainer ended (75), started again" in launched.log.read_text(), 120, launched)
     done = max(line["step"] for line in read_metrics(launched.run))
+    assert done in map(step_of, Checkpoints(launched.run / "checkpoints").whole())
     launched.reach(done + 2)
     cluster.start(server)  # a replacement, for what is lost next
     rank = launched.node_of(RANK)

@@ -211,8 +211,7 @@ def _memory_saver(inference: DictConfig) -> str:
 
 
 def _ports(config: DictConfig) -> str:
-    hosts = {"api.port": config.api.host}
-    given = given_ports(config)
+    given, hosts = given_ports(config), {"api.port": config.api.host}
     taken = [key for key, port in given.items() if not port_is_free(port, hosts.get(key, config.inference.host))]
     if taken:
         ports = ", ".join(f"{key}={given[key]}" for key in taken)

@@ -131,9 +131,13 @@ class Run:
         if self.scratch is None:
             self.scratch = Scratch.create()
         config, variables = self.config, self.scratch.variables()
-        if config and config.trainer.nnodes == 1 and not joins_cluster(config.ray_kwargs.ray_init):
-            if config.inference.args.get("nnodes", 1) == 1 and is_this_host(f"http://{config.inference.host}"):
-                variables |= interface_variables()
+        if (
+            config
+            and config.trainer.nnodes == config.inference.args.get("nnodes", 1) == 1
+            and not joins_cluster(config.ray_kwargs.ray_init)
+            and is_this_host(f"http://{config.inference.host}")
+        ):
+            variables |= interface_variables()
         return variables
 
     def add(self, service: Service) -> None:
@@ -207,15 +211,19 @@ class Run:
             raise Preempted(f"{self.files.path}: SIGUSR1 has ended the run; the same command continues")
 
     def preempt(self) -> None:
-        """Let the trainer end after the step that it trains, with a checkpoint, and the run with it."""
+        """End the run once the trainer has ended, see ``end_trainer``."""
         self.preempted = True
+        self.end_trainer()
+
+    def end_trainer(self) -> None:
+        """Let the trainer end after the step that it trains, with a checkpoint; without one before its first step."""
         trainer = self.services.get("trainer")
         if trainer is not None and trainer.poll() is None:
             os.kill(trainer.pid, signal.SIGUSR1)
 
     def _restart(self, service: Service) -> None:
         policy = self.restart_policies.get(service.name)
-        if policy is None or not policy.recovers(service.poll()):
+        if policy is None or not (policy.moved or policy.recovers(service.poll())):
             raise service.failure("ended while the run needs it")
         announced = policy.delayed_until is not None
         delay = policy.delay()

@@ -193,7 +193,8 @@ def _start_server(run: Run, inference: Inference, name: str) -> Service:
 
 def _restart_server(run: Run, inference: Inference, name: str) -> Service:
     """Start a server again: on its node, or on another one where that is lost. Then gateway and trainer, which know
-    servers by their URLs, are ended, and started again by their own policies, which do not count it.
+    servers by their URLs, are ended, and started again by their own policies, which do not count it. The trainer has
+    the time of a push to save its step.
     """
     if run.config.inference.placement == "ray":
         launch = run.cluster.placed(name, inference.servers[name])
@@ -202,7 +203,11 @@ def _restart_server(run: Run, inference: Inference, name: str) -> Service:
             run.complete.inference.urls = inference.urls
             for each in ("gateway", "trainer"):
                 run.restart_policies[each].moved |= run.services[each].poll() is None
-                run.services[each].stop(grace=0.0)
+            run.services["gateway"].stop(grace=0.0)
+            run.end_trainer()
+            asyncio.get_running_loop().call_later(
+                run.config.trainer.atropos.weight_sync.timeout, run.services["trainer"].stop, 0.0
+            )
     return _start_server(run, inference, name)
 
 
@@ -258,5 +263,6 @@ def _enable_restarts(run: Run, inference: Inference, recovers: Callable[[int], b
             awaited=partial(_awaited, run, name),
             recovers=recovers,
         )
-    gateway = partial(_start_gateway, run, inference)
-    run.restart_policies["gateway"] = RestartPolicy(gateway, limit, kind="gateway", recovers=recovers)
+    run.restart_policies["gateway"] = RestartPolicy(
+        partial(_start_gateway, run, inference), limit, kind="gateway", recovers=recovers
+    )

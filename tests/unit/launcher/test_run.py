@@ -21,7 +21,7 @@ from helpers.disk import fill
 from helpers.runs import Placed, run_of
 from helpers.trainer import compose_config
 from helpers.waiting import until
-from recipe.atropos.errors import Preempted
+from recipe.atropos.errors import RECOVERABLE, Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
 from recipe.atropos.launcher import startup
@@ -42,6 +42,8 @@ pytestmark = pytest.mark.timeout(60)
 
 SLEEP = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(100)"]
 INFERENCE = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
+SAVES = [sys.executable, "-c", f"import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit({RECOVERABLE}))"]
+SAVES[-1] += "; print('begun', flush=True); import time; time.sleep(100)"
 END = [sys.executable, "-c", "print('my last words')"]
 
 
@@ -343,7 +345,7 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(configured, tmp_pa
 
 @pytest.mark.parametrize(("status", "starts"), [(-9, 2), (1, 1)])
 def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, monkeypatch, status, starts):
-    """With its node; gateway and trainer are started again with its address. An error of its own would repeat."""
+    """With its node; gateway and trainer, which saves, start again with its address. Its own error would repeat."""
     run, log, started = configured("inference.placement=ray", "inference.python=python"), tmp_path / "sglang.log", []
     log.touch()
     cluster = SimpleNamespace(
@@ -356,13 +358,20 @@ def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, mo
     monkeypatch.setattr("recipe.atropos.launcher.cluster_check.check_nodes", lambda *_, **__: [])
     monkeypatch.setattr("recipe.atropos.launcher.sglang.gateway_command", lambda *_: SLEEP)
     inference = asyncio.run(start_inference(run))
-    restartable(run, "trainer", kind="trainer", limit=0)
+    trainer = restartable(run, "trainer", SAVES, kind="trainer", limit=0, recovers=lambda status: False)
+    until(lambda: "begun" in trainer.tail(), 20)
     run.complete, before = run.config, dict(run.services)
+
+    async def check():
+        run.check()
+        until(lambda: trainer.poll() is not None, 20)
+        run.check()
+
     with pytest.raises(ServiceFailed, match="sglang: ended while") if starts == 1 else contextlib.nullcontext():
-        run.check()
-        run.check()
+        asyncio.run(check())
         assert re.match(r"http://10\.0\.0\.1:", inference.urls[0]) and run.complete.inference.urls == inference.urls
         assert all(run.services[name].poll() is None is not before[name].poll() for name in ("gateway", "trainer"))
+        assert trainer.poll() == RECOVERABLE
     assert started == ["sglang"] * starts
 
 
