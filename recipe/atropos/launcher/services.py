@@ -246,7 +246,7 @@ class Run:
         policy.moved = False
         self.add(policy.start())
         policy.since = time.monotonic()
-        where = f" at {service.url}" if service.url else ""
+        where = f" at {self.services[service.name].url}" if service.url else ""  # which may be another one
         restarts = f"{policy.count} of {policy.limit} restarts; see {service.log_path}"
         say(f"ended ({service.poll()}), started again{where}: {restarts}", service.name, width=0)
 

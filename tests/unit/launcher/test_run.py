@@ -344,14 +344,16 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(configured, tmp_pa
 
 
 @pytest.mark.parametrize(("status", "starts"), [(-9, 2), (1, 1)])
-def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, monkeypatch, status, starts):
+def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, monkeypatch, capsys, status, starts):
     """With its node; gateway and trainer, which saves, start again with its address. Its own error would repeat."""
     run, log, started = configured("inference.placement=ray", "inference.python=python"), tmp_path / "sglang.log", []
     log.touch()
     cluster = SimpleNamespace(
         awaited=lambda name: "",
         placed=lambda name, launch: replace(launch, host=f"10.0.0.{len(started)}"),
-        start_server=lambda name, *_: started.append(name) or Placed(name, len(started), log, status=status),
+        start_server=lambda name, launch, _: (
+            started.append(name) or Placed(name, len(started), log, launch.url, status=status)
+        ),
         close=lambda: None,
     )
     monkeypatch.setattr("recipe.atropos.launcher.on_ray.Cluster", lambda *_: cluster)
@@ -372,6 +374,7 @@ def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, mo
         assert re.match(r"http://10\.0\.0\.1:", inference.urls[0]) and run.complete.inference.urls == inference.urls
         assert all(run.services[name].poll() is None is not before[name].poll() for name in ("gateway", "trainer"))
         assert trainer.poll() == RECOVERABLE
+        assert f"sglang ended (-9), started again at {inference.urls[0]}: 1 of 3 restarts" in capsys.readouterr().out
     assert started == ["sglang"] * starts
 
 
