@@ -328,10 +328,15 @@ class RayGRPOAtroposTrainer:
 
     def _push_weights(self) -> None:
         if self._pushes:
-            with marked_timer("update_weights", self.timing_raw):
-                self.metrics |= self.checkpoint_manager.update_weights(self.global_steps) or {}
+            with marked_timer("update_weights", self.timing_raw), contextlib.suppress(Preempted):
+                self.metrics |= self.checkpoint_manager.update_weights(self.global_steps, self._give_up) or {}
                 self.data_source.weights_pushed(self.record.totals.batches)
         self.metrics["atropos/policy_version"] = self.checkpoint_manager.version
+
+    def _give_up(self) -> None:
+        """Raise Preempted if SIGUSR1 has made this step the last: the push that waits for a server is left out."""
+        if self.preempted:
+            raise Preempted
 
     @property
     def _pushes(self) -> bool:

@@ -168,6 +168,20 @@ def test_a_trainer_preempted_waits_for_no_answer(trainer, last, monkeypatch):
     assert not waits() and not trainer._pushes
 
 
+def test_a_trainer_preempted_in_a_push_leaves_it_for_no_server(trainer):
+    """All may be lost, and come again only with another node; its step is recorded and saved all the same."""
+    trainer.preempted, trainer.total_training_steps = False, POLICY + 9
+
+    def wait_for_a_server(_, meanwhile):
+        meanwhile()
+        trainer.preempted = True
+        meanwhile()
+
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=wait_for_a_server, version=POLICY)
+    trainer._push_weights()
+    assert trainer.metrics["atropos/policy_version"] == POLICY
+
+
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):
     for versions, fresh in (([POLICY, POLICY - 1], 1.5), ([POLICY - 1] * 2, None)):
         batch, _ = groups_to_data_proto([a_group(versions, (-0.5, -0.25))], LIMITS)

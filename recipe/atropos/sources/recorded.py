@@ -54,7 +54,7 @@ class NoServers:
 
     version: int | None = None
 
-    def update_weights(self, global_steps: int) -> dict[str, Any]:
+    def update_weights(self, global_steps: int, meanwhile: object = None) -> dict[str, Any]:
         self.version = global_steps
         return {}
 

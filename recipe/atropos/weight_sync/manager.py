@@ -61,8 +61,10 @@ class WeightSyncManager:
         self.memory = memory
         self.version: int | None = None
 
-    def update_weights(self, global_steps: int) -> dict[str, float]:
+    def update_weights(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Push the actor's weights as version ``global_steps`` to every server that answers; returns metrics.
+
+        ``meanwhile`` is called every second while no server answers.
 
         Raises:
             ServersGone: no server is left, or one died in each of several consecutive pushes; before the first push,
@@ -79,7 +81,7 @@ class WeightSyncManager:
         if first:
             self.fleet.wait_for(len(self.fleet.urls), limit=self.startup_timeout)
         for _ in range(attempts):
-            targets = sorted(self.fleet.wait_for(1))
+            targets = sorted(self.fleet.wait_for(1, meanwhile))
             self.fleet.gateway.announce(global_steps, targets, pushing=True)
             metrics = self._push(global_steps, targets, adapter)
             if metrics is not None:
@@ -93,8 +95,7 @@ class WeightSyncManager:
     def ensure_current(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
-        Called before each step and while it waits for its batch; ``meanwhile`` is called every second while no server
-        answers. Returns metrics; raises as ``update_weights``.
+        Called before each step and while it waits for its batch. Otherwise as ``update_weights``.
         """
         if self.version is None:
             return {}
@@ -102,12 +103,9 @@ class WeightSyncManager:
         current = [url for url in self.fleet.holding if versions[url] == str(self.version)]
         self.fleet.admit(self.version, current)
         others = sorted(versions.keys() - set(current))
-        if not versions:
-            self._make_room()  # first, because a server that died can be restarted only then
-            self.fleet.wait_for(1, meanwhile)
         if not versions or (others and global_steps != self.version):
             # The active weights are no longer the actor's: all get its own.
-            return self.update_weights(global_steps)
+            return self.update_weights(global_steps, meanwhile)
         if others and (metrics := self._push(global_steps, others, self.fleet.adapter)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()

@@ -248,7 +248,8 @@ def test_manager_without_any_server_ends_with_what_each_said(served):
     assert served.gateway.serves()[:2] == (1, set())
 
 
-def test_manager_waits_no_longer_than_a_trainer_can(served):
+@pytest.mark.parametrize("method", ["ensure_current", "update_weights"])
+def test_manager_waits_no_longer_than_a_trainer_can(served, method):
     """One that is preempted raises."""
     manager = manager_of(served)
     manager.update_weights(1)
@@ -260,7 +261,7 @@ def test_manager_waits_no_longer_than_a_trainer_can(served):
         raise Preempted("SIGUSR1")
 
     with pytest.raises(Preempted):
-        manager.ensure_current(1, end)
+        getattr(manager, method)(1, end)
 
 
 def test_manager_gives_servers_their_memory_back_before_a_push(served, monkeypatch):
