@@ -158,12 +158,10 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
     given = {(number, values is None) for number, values in zip(numbers, floats["advantages"], strict=True)}
     if len(given) > len(set(numbers)):
         raise RefusedGroup(Reason.MALFORMED, "some rows of a trajectory have advantages, others have none")
-    lists = {name: group.field(name) or [] for name in ("overrides", *(TOP_K_FIELDS if limits.read_teacher else ()))}
-    for name, values in lists.items():
-        if values:
-            require_count(name, values, sequences)
-    overrides = lists.pop("overrides") or [{}] * sequences
-    if sum(map(bool, lists.values())) == 1:
+    teacher = [(name, values) for name in TOP_K_FIELDS if limits.read_teacher and (values := group.field(name))]
+    for name, values in teacher:
+        require_count(name, values, sequences)
+    if len(teacher) == 1:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
     return _Columns(
         group,
@@ -172,9 +170,9 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
         tokens,
         group.cut(group.masks != IGNORED),
         floats,
-        [values for values in lists.values() if values],
+        [values for _, values in teacher],
         group.field("group_overrides") or {},
-        overrides,
+        group.field("overrides") or [{}] * sequences,
     )
 
 

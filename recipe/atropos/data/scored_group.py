@@ -151,7 +151,8 @@ class ScoredGroup:
             raise RefusedGroup(Reason.MALFORMED, f"{name} is {str(value)[:80]}, not a {expected.__name__}")
         if name == "inference_logprobs":
             self.by_sequence(name)
-        elif name == "overrides":
+        elif name == "overrides" and value:
+            require_count(name, value, len(self.lengths))
             _require_mappings(name, value)
         elif name == "group_overrides":
             _require_trajectories(value, self.scores.tolist())

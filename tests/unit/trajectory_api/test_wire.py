@@ -51,7 +51,7 @@ def groups(draw):
     optional = {
         "messages": st.lists(st.lists(MESSAGE, max_size=2), max_size=2),
         "generation_params": MAPPING,
-        "overrides": st.lists(MAPPING, max_size=3),
+        "overrides": st.just([]) | st.lists(MAPPING, min_size=len(lengths), max_size=len(lengths)),
         "group_overrides": MAPPING,
         "images": JSON,
         "env_id": INT64,
