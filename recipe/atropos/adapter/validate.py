@@ -87,7 +87,7 @@ def check_limits(group: dict[str, Any], config: BaseEnvConfig, max_token_len: in
         raise RefusedGroup(Reason.EQUAL_SCORES, f"all {size} scores are {group['scores'][0]}")
     if 0 < max_token_len <= longest:
         raise RefusedGroup(Reason.TOO_LONG, f"{longest} tokens, fewer than {max_token_len} are allowed")
-    whole = ScoredGroup.from_mapping({name: values for name, values in group.items() if values})
+    whole = ScoredGroup.from_mapping(group)
     for name in whole.irregular:
         for i, row in enumerate(whole.by_sequence(name)):
             if row is None or np.isnan(row).any():

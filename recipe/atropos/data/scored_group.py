@@ -167,8 +167,8 @@ class ScoredGroup:
 
     @property
     def irregular(self) -> tuple[str, ...]:
-        """The per-token fields that lack a number for some token."""
-        return tuple(name for name in FLOATS if name in self.fields)
+        """The per-token fields that lack a number for some token; an empty list is a field that is not given."""
+        return tuple(name for name in FLOATS if self.fields.get(name, b"[]") != b"[]")
 
     def field(self, name: str) -> Any:
         """Return one of the other fields, None if it is not given."""

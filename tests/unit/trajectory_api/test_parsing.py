@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.data.scored_group import KEYS, ScoredGroup, unpack
+from recipe.atropos.data.scored_group import FLOATS, KEYS, ScoredGroup, unpack
 from recipe.atropos.trajectory_api import parsing, wire
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
@@ -92,6 +92,14 @@ def test_odd_fields_are_stored_as_they_came(fields):
     assert parsed.irregular == tuple(fields)
     assert {name: json.loads(unpack(parsed.record).to_json())[name] for name in fields} == fields
     assert parse_packed(wire.join([parsed.record]))[0] == parsed
+
+
+def test_empty_lists_are_not_odd_and_come_back():
+    """BaseEnv sends them for what single trajectories do not give."""
+    empty = dict.fromkeys(FLOATS, [])
+    [parsed] = parse_json(json.dumps(GOOD | empty).encode(), several=False)
+    handed = json.loads(unpack(parsed.record).to_json())
+    assert parsed.irregular == () and {name: handed[name] for name in FLOATS} == empty
 
 
 def test_unknown_fields_are_ignored_and_truths_are_numbers():

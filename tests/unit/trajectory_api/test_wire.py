@@ -115,7 +115,7 @@ def readable(accepted):
     for parsed in accepted:
         group, plain = unpack(parsed.record), json.loads(unpack(parsed.record).to_json())
         for name in FLOATS:
-            assert (name in group.floats or name in group.irregular) == (plain[name] is not None)
+            assert (name in group.floats or name in group.fields) == (plain[name] is not None)
         assert len(group.by_sequence("inference_logprobs")) == parsed.sequences
         for name, column in {"tokens": group.tokens, "masks": group.masks}.items():
             assert [row.tolist() for row in group.cut(column)] == plain[name]
