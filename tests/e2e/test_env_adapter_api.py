@@ -9,8 +9,20 @@ nothing that no server sampled; what a server does is in test_gsm8k_upstream and
 import asyncio
 
 import pytest
+from atroposlib.envs.base import BaseEnv
 
-from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, made, make, registered, roll_out  # noqa: F401
+from helpers.numbered_env import (  # noqa: F401
+    BATCH,
+    SIZE,
+    NumberEnv,
+    api,
+    made,
+    make,
+    managed,
+    registered,
+    roll_out,
+    until,
+)
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get
 from recipe.atropos.adapter import lifecycle
@@ -51,6 +63,29 @@ async def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
     assert (counts["not_sent/equal_scores"], counts["not_sent/no_group"], counts["groups_sent"]) == (2, 2, 1)
     assert counts["items"] == len(faults) + 1
     assert get(f"{api}/latest_example")["scores"][0] == 7.0
+
+
+async def test_an_item_without_a_group_has_one_reason(api, make):
+    """Also one whose environment posts its group itself, and one whose single trajectories are too few."""
+
+    class Own(NumberEnv):
+        async def collect_trajectories(self, item):
+            await self.handle_send_to_api(made(item["number"]), item)
+            return None, []
+
+    class Seldom(NumberEnv):
+        collect_trajectories = BaseEnv.collect_trajectories
+
+        async def collect_trajectory(self, item):
+            return None, []
+
+    for environment, outcome in ((Own, "groups_sent"), (Seldom, "not_sent/missing_trajectories")):
+        env = make(api, environment=environment, max_num_workers=1)
+        async with managed(env) as manager:
+            await until(lambda env=env: env.report.counts["items"] >= 3, manager)
+        counts = env.report.counts
+        assert counts[outcome] >= 3 and not counts["not_sent/no_group"], counts
+    assert get(f"{api}/diagnose")["counts"]["released/missing_trajectories"] >= 2
 
 
 async def test_adapted_items_that_fail_are_tried_again_and_counted(api, make, caplog):

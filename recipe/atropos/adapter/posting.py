@@ -368,7 +368,7 @@ class PostingEnv(BaseEnv):
 
     async def __roll_out(self, item: Any) -> Any:
         """Return what is to be sent for an item; None if there is nothing, with the reason counted."""
-        stage, groups, backlog = "", None, ()
+        stage, groups, backlog, place = "", None, (), PLACE.get()
 
         def count(state: RetryCallState) -> None:
             error = state.outcome.exception()
@@ -391,7 +391,8 @@ class PostingEnv(BaseEnv):
             groups = None
             self._count_failure(stage, error)
         else:
-            if not groups and not backlog:
+            known = place is not None and (place.taken or place.reason)  # sent, or refused, by the environment's own
+            if not groups and not backlog and not known:
                 self.report.refuse(Reason.NO_GROUP, f"{stage}() gave none for item {str(item)[:200]}")
         self.backlog.extend(backlog or ())
         return groups or None
