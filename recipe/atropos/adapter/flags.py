@@ -152,8 +152,10 @@ class CommandLine:
             return env_config, default
         in_file, openai, env_given = cls.__given
         servers = server_configs(default, openai, in_file)[0]
-        if cls.only_checked or not isinstance(servers, list) or isinstance(in_file, list):
+        if cls.only_checked or not isinstance(servers, list):
             return env_config, servers
+        if isinstance(in_file, list):  # which BaseEnv takes as they are; the tokenizer is the environment's, too
+            in_file = APIServerConfig(**in_file[0]).model_dump(exclude={"tokenizer_name"})
         return complete(env_config, servers, {**(in_file or {}), **openai}, env_given, serves="serve" in sys.argv)
 
     @classmethod

@@ -239,6 +239,7 @@ def test_servers_of_a_configuration_file_count(run, model_path, tmp_path):
         assert [(s["base_url"], s["api_key"]) for s in said(output)["servers"]] == [("http://file0/v1", "k")]
     status, output = with_file([one, other])
     assert [server["base_url"] for server in said(output)["servers"]] == ["http://file0/v1", "http://file1/v1"]
+    assert said(output)["config"]["total_steps"] == 10**9 and "sglang" not in output, "the environment's are filled in"
     status, output = with_file([one, other], "--openai.api_key=k")
     assert status == 2 and "not supported when multiple servers are defined" in output
     status, output = with_file({"model_nam": "m"})
