@@ -112,10 +112,9 @@ async def begin(
     size = environment.registration.group_size if sequences is None else sequences
     if size < 1 or (service.queue.batch_size and size > service.queue.batch_size):
         raise RequestRefused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
-    known = [entry.number for entry in service.queue.tickets.values() if entry.env == env_id]
-    for number in known if held is not None else ():
-        if number not in held:
-            service.release(number, "ticket_lost")
+    known = {entry.number for entry in service.queue.tickets.values() if entry.env == env_id}
+    for number in () if held is None else known.difference(held):
+        service.release(number, "ticket_lost")
     issued: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
     queue = service.queue  # a reset makes another
     ask = Ask(env_id, size, more, max(1, ahead or AHEAD), caller.gone, issued.set_result)
@@ -183,7 +182,7 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
             _check_size(service, group)
         return groups
     except RefusedGroup as error:
-        entry = service.queue.tickets.get(ticket) if ticket is not None else None
+        entry = service.queue.tickets.get(ticket)
         for env, n in Counter(environments_of(body, packed)).items():
             environment = service.environments.touch(env) or service.environments.touch(entry.env if entry else None)
             service.count(f"refused/{error.reason}", n, environment)

@@ -221,13 +221,18 @@ class Service:
         """Return why an environment that asks has no ticket."""
         if env not in self.environments.by_id:
             return "the data were reset"
-        turn = self.queue.turn()
         if self.trainer is None:
             return "no trainer has registered"
-        if turn is None:
-            return "it has left"
-        who = "" if turn is self.queue.environments[env] else f"it is the turn of {turn.name}: "
+        own = self.queue.environments[env]
+        turn = self.queue.turn() or own  # which has left
+        who = "" if turn is own else f"it is the turn of {turn.name}: "
         return who + (self._waits_for(turn) if turn.asks_now else "its request is expected")
+
+    def why_no_batch(self) -> str:
+        """Return what the next batch lacks, and why the environment whose turn it is may not add to it."""
+        plan, turn = self.queue.plan(), self.queue.turn()
+        held = "" if plan.holding or turn is None or not turn.asks_now else self._waits_for(turn)
+        return plan.why + (held and f"; {turn.name} waits: {held}")
 
     def full(self) -> str:
         """Return why no more should be queued, or "". While a batch lacks groups, all that come are welcome."""
@@ -276,13 +281,12 @@ class Service:
                 continue
             if now - said > _SAY_AGAIN:
                 said, waited = now, now - trainer.waiting_since
-                logger.warning("no batch %d for %.0f s: %s", self.last + 1, waited, self.queue.plan().why)
+                logger.warning("no batch %d for %.0f s: %s", self.last + 1, waited, self.why_no_batch())
 
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
         alive = {environment.id for environment in self.environments if environment.alive}
-        dead = [entry for entry in self.queue.tickets.values() if entry.env not in alive]
-        for entry in dead:
+        for entry in [entry for entry in self.queue.tickets.values() if entry.env not in alive]:
             self.release(entry.number, "environment_gone")
 
     def note_seconds(self, ticket: Entry) -> None:

@@ -106,13 +106,11 @@ def why(service: Service) -> str:
     """Return why there is no batch, and what would make one."""
     if service.store.trouble:
         return f"nothing can be stored: {service.store.trouble}"
-    plan = service.queue.plan()
-    if plan.entries:
+    if service.queue.plan().entries:
         return f"batch {service.last + 1} is complete and waits for the trainer to ask"
+    found = f"no batch {service.last + 1}: {service.why_no_batch()}"
     if not service.environments.by_id and service.trainer is not None:
-        found = f"no environment has registered, and {plan.why}"
-    else:
-        found = f"no batch {service.last + 1}: {plan.why}"
+        found = f"no environment has registered; {found}"
     failing = [one for one in service.environments if one.alive and one.failed]
     told = [f"; {one.name}: {one.failed} items without a group, the last: {one.failure}" for one in failing[:_NAMED]]
     if gone := [one for one in service.environments if not one.alive]:

@@ -69,6 +69,18 @@ async def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(service):
     assert await delivery.stock_batch(service) == 2 and await batch(service, 2) == [1, 2, 3, 6]
 
 
+async def test_waiting_for_weights_is_said_of_groups_that_wait(service):
+    """Of a stock environment, which asks for no ticket; a client that posts no /weights would look for them in vain."""
+    await delivery.register(service, registration(8, after=0, max_staleness=0))
+    await post(service, 1, 2, 3, 4)
+    assert await delivery.numbered_batch(service, 0, 0, None) == 1
+    assert await delivery.numbered_batch(service, 1, 0, None) is None
+    why = "its group would be in batch 2, and may be in 1 at most: the servers' weights have the batches through 0"
+    assert status.why(service).endswith(f"an unknown environment waits: {why}")
+    await delivery.weights_pushed(service, 1)
+    assert "batch 2 is complete" in status.why(service)
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("restart", [False, True])
 async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, restart):
