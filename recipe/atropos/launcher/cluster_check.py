@@ -169,9 +169,8 @@ def _answers(probes: dict[str, Any], method: str, *arguments: Any) -> dict[str, 
         try:
             answers[address] = ray.get(call, timeout=max(0.0, until - time.monotonic()))
         except RayError as error:
-            raise AtroposError(
-                f"node {address} does not answer ({' '.join(str(error).split())[-300:]}): see Ray's logs there"
-            ) from error
+            reason = " ".join(str(error).split())[-300:]
+            raise AtroposError(f"node {address} does not answer ({reason}): see Ray's logs there") from error
     return answers
 
 
@@ -222,11 +221,8 @@ def _clock(address: str, probe: Any) -> Finding:
     begun = time.time()
     told = _answers({address: probe}, "time")[address]
     apart = abs(told - (begun + time.time()) / 2)
-    return Finding(
-        "clock",
-        address,
-        f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both" if apart > _APART_SECONDS else "",
-    )
+    problem = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
+    return Finding("clock", address, problem if apart > _APART_SECONDS else "")
 
 
 def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[Finding]:

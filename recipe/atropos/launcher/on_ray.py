@@ -61,16 +61,15 @@ class Host:
     def start_server(self, name: str, launch: SGLangLaunch) -> int:
         """Start a server; return its pid. Raises LaunchError: see ``start_sglang``."""
         log, variables = self._begin(name)
-        self._service = start_sglang(launch, log_path=log, name=name, env=variables | interface_variables(launch.host))
+        variables |= interface_variables(launch.host)
+        self._service = start_sglang(launch, log_path=log, name=name, env=variables)
         return self._service.pid
 
     def start_program(self, name: str, command: list[str], folder: str, env: Mapping[str, str]) -> int:
         """Start a program in a folder; return its pid. Raises ServiceFailed or LaunchError: there is no such one."""
         if not os.path.isdir(folder):
-            raise LaunchError(
-                f"{name}: {folder}, where the launcher runs, is no folder of node {ray.util.get_node_ip_address()}: "
-                "have it there"
-            )
+            here = ray.util.get_node_ip_address()
+            raise LaunchError(f"{name}: {folder}, where the launcher runs, is no folder of node {here}: have it there")
         log, variables = self._begin(name)
         self._service = start_service(name, command, log_path=log, env={**variables, **env}, cwd=folder)
         return self._service.pid

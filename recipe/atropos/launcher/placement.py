@@ -34,9 +34,8 @@ def place_servers(config: DictConfig) -> str | None:
     """
     inference = config.inference
     if inference.placement is None:
-        inference.placement = (
-            "ray" if config.trainer.nnodes > 1 and joins_cluster(config.ray_kwargs.ray_init) else "launcher"
-        )
+        several = config.trainer.nnodes > 1 and joins_cluster(config.ray_kwargs.ray_init)
+        inference.placement = "ray" if several else "launcher"
     if inference.placement == "ray":
         return _place_by_ray(config)
     if "cpu" in (inference.device, config.trainer.device):
@@ -110,7 +109,8 @@ def check_environments_placement(config: DictConfig, specs: Iterable[Environment
 def _ranks_here(config: DictConfig) -> int:
     """Return how many GPUs the trainer uses on this machine; 0 if none, or if all may be on other machines."""
     ray_init = config.ray_kwargs.ray_init
-    elsewhere = config.trainer.nnodes > 1 or (joins_cluster(ray_init) and not is_this_host(_cluster(ray_init)))
+    joined = joins_cluster(ray_init)
+    elsewhere = config.trainer.nnodes > 1 or (joined and not is_this_host(_cluster(ray_init)))
     return 0 if elsewhere or config.trainer.device == "cpu" else config.trainer.n_gpus_per_node
 
 

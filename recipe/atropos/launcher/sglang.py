@@ -263,6 +263,5 @@ def _enable_restarts(run: Run, inference: Inference, recovers: Callable[[int], b
             awaited=partial(_awaited, run, name),
             recovers=recovers,
         )
-    run.restart_policies["gateway"] = RestartPolicy(
-        partial(_start_gateway, run, inference), limit, kind="gateway", recovers=recovers
-    )
+    gateway = partial(_start_gateway, run, inference)
+    run.restart_policies["gateway"] = RestartPolicy(gateway, limit, kind="gateway", recovers=recovers)
