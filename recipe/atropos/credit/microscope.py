@@ -28,6 +28,10 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 
 RIGHT, _WRONG, STOP = range(3)
 RATES, UPDATES, HELD_OUT, EVERY = (0.03, 0.1, 0.3), 1000, 24, 4
+_OPTIONS = {  # the least and the most
+    **{"steps": (1, 100), "slack": (0, 100), "solved": (0.001, 0.79), "skills": (1, 1000), "group_size": (2, 1000)},
+    **{"groups": (2, 10**6), "seeds": (1, 1000)},
+}
 Advantages = Callable[[Decisions], np.ndarray]
 State = tuple[int, int]  # right steps and wrong ones so far
 
@@ -90,7 +94,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def first_logits(item: Item, success: float) -> np.ndarray:
     """Return logits with this success, as good at each skill as at the end."""
     best = np.eye(3)[[RIGHT] * item.skills + [STOP]]
-    low, high = 0.0, 30.0
+    low, high = -30.0, 30.0
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if item.success(softmax(middle * best))[0] < success else (low, middle)
@@ -143,10 +147,10 @@ def sample(item: Item, policy: np.ndarray, rng: np.random.Generator, episodes: i
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule to compare: the advantages of a group, and how many of its episodes begin at the start, None for all."""
+    """A rule to compare: the advantages of a group, and which part of its episodes begins at the start."""
 
     advantages: Advantages
-    begun: int | None = None
+    begun: float = 1.0
 
 
 def _outcomes(rule: Advantages) -> Advantages:
@@ -161,8 +165,8 @@ RULES = {
     "progress, lam 0.5": Rule(partial(advantages, lam=0.5)),
     "progress, lam 1": Rule(partial(advantages, lam=1.0)),
     "progress, mix 0.5": Rule(partial(advantages, lam=0.5, mix=0.5)),
-    "turn tree": Rule(_outcomes(advantages), 4),
-    "turn tree, progress": Rule(partial(advantages, lam=0.5), 4),
+    "turn tree": Rule(_outcomes(advantages), 0.5),
+    "turn tree, progress": Rule(partial(advantages, lam=0.5), 0.5),
 }
 
 
@@ -176,7 +180,7 @@ class Microscope:
 
     def draw(self, rule: Rule, policy: np.ndarray, rng: np.random.Generator) -> tuple[Sample, np.ndarray]:
         item = self.items[rng.integers(len(self.items))]
-        found = sample(item, policy, rng, self.group_size, rule.begun)
+        found = sample(item, policy, rng, self.group_size, int(self.group_size * rule.begun))
         return found, found.gradient(policy, rule.advantages(found.group))
 
     def estimate(self, rule: Rule, groups: int) -> tuple[float, float]:
@@ -223,6 +227,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="training runs for each rule and learning rate")
     parser.add_argument("--plot", type=Path, help="draw the column samples into this file, .png or .svg")
     options = parser.parse_args(argv)
+    for name, (low, high) in _OPTIONS.items():
+        if not low <= np.min(given := getattr(options, name)) <= np.max(given) <= high:
+            parser.error(f"--{name.replace('_', '-')}: give {low:g} to {high:g}")
     samples: dict[tuple[float, str], list[float]] = {}
     for slack, steps in itertools.product(options.slack, options.steps):
         rng, forgiven = np.random.default_rng(0), round(slack * steps)

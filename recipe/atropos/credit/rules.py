@@ -156,8 +156,7 @@ def scaled(group: Decisions, advantages: np.ndarray) -> np.ndarray:
 
     So they are GRPO's, which divides by a deviation with N - 1, where each decision has its episode's.
     """
-    squares = np.zeros(len(advantages))  # the sum along the way to each decision
-    depths = np.zeros(len(advantages))
+    squares, depths = np.zeros((2, len(advantages)))  # sums along the way to each decision
     for i, parent in enumerate(group.parents):
         squares[i] = advantages[i] ** 2 + (squares[parent] if parent >= 0 else 0.0)
         depths[i] = 1 + (depths[parent] if parent >= 0 else 0.0)

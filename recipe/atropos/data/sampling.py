@@ -169,8 +169,7 @@ class SamplingCheck:
     def from_config(cls, config: Any) -> "SamplingCheck":
         """Build from the full configuration."""
         atropos, temperature = config.trainer.atropos, config.actor_rollout_ref.rollout.temperature
-        several = bool(config.environments)
-        return cls(temperature, atropos.sampling_mismatch, atropos.allow_truncated_sampling, several)
+        return cls(temperature, atropos.sampling_mismatch, atropos.allow_truncated_sampling, bool(config.environments))
 
     def metrics(self, rows: Sequence[Sampled], names: Sequence[str]) -> dict[str, float]:
         """Return nonzero row counts, under ``atropos/rows_with/`` and ``atropos/ENV/rows_with/``.

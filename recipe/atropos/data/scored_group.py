@@ -306,8 +306,7 @@ def _json(name: str, value: Any) -> bytes:
             json.dumps(value, allow_nan=False, default=lambda other: getattr(other, "tolist", other.__str__)())
         return text
     except (TypeError, ValueError, RecursionError) as error:
-        reasons = {other: Reason(f"nonfinite_{other}") for other in FLOATS}
-        reasons["distill_logprobs"] = Reason.INVALID_DISTILL_LOGPROBS
+        reasons = {f: Reason(f"nonfinite_{f}") for f in FLOATS} | {"distill_logprobs": Reason.INVALID_DISTILL_LOGPROBS}
         raise RefusedGroup(
             reasons.get(name, Reason.MALFORMED), f"{name} has no JSON form: {str(error)[:100]}"
         ) from error

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.atropos.credit.microscope import RULES, STOP, Item, Sample, draw, first_logits, sample, softmax
+from recipe.atropos.credit.microscope import (
+    RULES,
+    STOP,
+    Item,
+    Microscope,
+    Sample,
+    draw,
+    first_logits,
+    main,
+    sample,
+    softmax,
+)
 from recipe.atropos.credit.rules import Decisions, advantages, centered, outcome_advantages, returns, scaled, weights
 
 NAN = math.nan
@@ -262,6 +273,32 @@ def test_microscope_turn_tree_is_unbiased():
     exact = item.success(policy)[1].ravel()
     exact *= (mean @ exact) / (exact @ exact)  # a branch counts as a part of an episode
     assert (np.abs(mean - exact) < 4 * error).all()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_microscope_first_policy_solves_what_is_asked(steps):
+    """At one step a uniform policy solves 22%."""
+    item = Item((0,) * steps, skills=8, slack=steps)
+    assert item.success(softmax(first_logits(item, 0.1)))[0] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_microscope_half_of_a_trees_episodes_branch(size):
+    scope = Microscope([Item((0,) * 8, skills=1, slack=0)], np.zeros((2, 3)), size)
+    policy, rng = softmax(10 * np.eye(3)[[0, 2]]), np.random.default_rng(0)  # nearly always right
+    parents = scope.draw(RULES["turn tree"], policy, rng)[0].group.parents
+    assert (parents == -1).sum() == size / 2 and (np.bincount(parents + 1)[1:] > 1).any()
+
+
+@pytest.mark.parametrize(
+    ("option", "least"),
+    [("--group-size 1", 2), ("--steps 1 0", 1), ("--solved 0.9", 0.001), ("--slack nan", 0), ("--groups 1", 2),
+     ("--skills 0", 1), ("--seeds 0", 1)],
+)  # fmt: skip
+def test_microscope_refuses_what_it_cannot_measure(option, least, capsys):
+    with pytest.raises(SystemExit):
+        main(option.split())
+    assert f"{option.split()[0]}: give {least:g} to " in capsys.readouterr().err
 
 
 def test_microscope_draws_a_line_for_each_rule(tmp_path):
