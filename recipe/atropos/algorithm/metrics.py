@@ -66,7 +66,8 @@ def _credit_metrics(rows: DataProto, advantages: np.ndarray, chosen: np.ndarray)
     ``advantages``, (B, R), are 0 on what is not trained.
 
     - ``credit/last_turn_share``: the part of the sum of absolute advantages that is on trajectories' last turns; that
-      of outcome GRPO is about their share of tokens, and where it is near 1 at lam 0 the values say nothing;
+      of outcome GRPO is about their share of tokens, and where it is near 1 at lam 0 the values say nothing, if
+      trajectories have several turns (else it is 1);
     - ``credit/outcome_correlation``: of a row's mean advantage with its score less the mean of its group: values that
       contradict outcomes lower it; that of outcome GRPO is near 1.
     """
