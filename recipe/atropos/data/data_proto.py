@@ -71,10 +71,9 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     real = [row for row in rows if row is not None]
     if not real:
         raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
-    missing = [None] * (-len(rows) % multiple_of)
     filled = [
         _Padding(np.array([limits.pad_token_id]), _NOTHING, _NOTHING, 0.0, f"padding-{i}") if row is None else row
-        for i, row in enumerate([*rows, *missing])
+        for i, row in enumerate([*rows, *[None] * (-len(rows) % multiple_of)])
     ]
 
     def per_token(name: str) -> torch.Tensor:
