@@ -174,10 +174,10 @@ def test_session_groups_larger_than_a_batch_are_refused(sessions, api):
     assert status == 400 and "give 1 to 6" in answer["error"]["message"]
 
 
-def test_session_groups_check_sampling_before_a_ticket(sessions, api):
-    asked = {"env": "tool", "size": 2, "sampling": {"stop_token_ids": 5}}
-    status, answer = sessions.call("POST", "/groups", asked)
-    assert status == 400 and "stop_token_ids" in answer["error"]["message"]
+def test_session_groups_are_checked_before_a_ticket(sessions, api):
+    for name, wrong in (("stop_token_ids", {"sampling": {"stop_token_ids": 5}}), ("size", {"size": 0})):
+        status, answer = sessions.call("POST", "/groups", {"env": "tool", "size": 2} | wrong)
+        assert status == 400 and name in answer["error"]["message"]
     assert not api.get("/diagnose")["queue"]["open_tickets"]
 
 

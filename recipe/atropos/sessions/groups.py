@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -43,7 +43,7 @@ class GroupRequest(SessionOptions, kw_only=True):  # type: ignore[call-arg]
     """
 
     env: str
-    size: int
+    size: Annotated[int, msgspec.Meta(ge=1)]
     key: str | None = None
 
 
@@ -85,11 +85,9 @@ class Groups:
         """Take a ticket and open the sessions of a group.
 
         Raises:
-            RequestError: the size is none, an open group of another request has the key, or there is no ticket in time.
+            RequestError: an open group of another request has the key, or there is no ticket in time.
             TrajectoryApiError: the API refuses the environment.
         """
-        if request.size < 1:
-            raise RequestError(f"size={request.size}: give 1 or more")
         until = time.monotonic() + _TICKET_SECONDS
         async with self._locks[request.env]:  # where others may wait for as long
             for group in self._groups.values():

@@ -15,7 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -45,10 +45,10 @@ class Limits(Strict):
     tokens of a prompt with its reply, beyond which a single request is refused. None: no limit.
     """
 
-    turns: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    context: int | None = None
+    turns: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    context: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class SessionOptions(Strict):

@@ -162,19 +162,21 @@ def test_session_limit_of_tokens_holds_for_requests_at_once(sessions):
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("field", "given", "named"),
     [
-        ({"stop_token_ids": 5}, "stop_token_ids"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"temprature": 1.0}, "temprature"),
-        ({"regex": "a"}, "regex"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 10**400}, "top_p"),
+        ("sampling", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("sampling", {"stop_token_ids": [-1]}, "stop_token_ids"),
+        ("sampling", {"temprature": 1.0}, "temprature"),
+        ("sampling", {"regex": "a"}, "regex"),
+        ("sampling", {"max_new_tokens": 0}, "max_new_tokens"),
+        ("sampling", {"temperature": -1.0}, "temperature"),
+        ("sampling", {"top_p": 10**400}, "top_p"),
+        ("limits", {"tokens": -1}, "limits.tokens"),
+        ("limits", {"seconds": 0}, "limits.seconds"),
     ],
 )
-def test_session_sampling_is_checked_as_it_is_opened(sessions, given, named):
-    status, answer = sessions.call("POST", "/sessions", {"sampling": given})
+def test_session_options_are_checked_as_it_is_opened(sessions, field, given, named):
+    status, answer = sessions.call("POST", "/sessions", {field: given})
     assert status == 400 and named in answer["error"]["message"]
 
 
