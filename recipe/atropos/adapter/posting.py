@@ -108,6 +108,7 @@ class PostingEnv(BaseEnv):
     api_timeout = 300.0  # s without an answer from the API, until the environment ends
     trainer_timeout = 3600.0  # s without a trainer
     longest_wait = 3600.0  # s without a ticket
+    _most_items: int | None = None  # in flight, where an environment knows that more would only wait
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -231,6 +232,8 @@ class PostingEnv(BaseEnv):
             self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
             if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
                 self.max_num_workers = self.adapter_settings.groups_in_flight or self.max_num_workers
+        if self._most_items is not None:
+            self.max_num_workers = min(self.max_num_workers, self._most_items)
 
     async def _disconnect(self, reason: str = "") -> None:
         """Leave the API, which then releases all tickets that are open; ``reason``: "" if nothing is wrong."""

@@ -127,8 +127,9 @@ class ProgramEnv(ItemsEnv):
         os.environ |= without_proxy(os.environ, urlsplit(self.config.sessions_url).hostname)
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
         await self._sessions.__aenter__()
-        default = 64 if self.config.agent else 4 * (os.cpu_count() or 1)
-        self._slots = asyncio.Semaphore(self.config.parallel or default)
+        slots = self.config.parallel or (64 if self.config.agent else 4 * (os.cpu_count() or 1))
+        self._slots = asyncio.Semaphore(slots)
+        self._most_items = 1 + math.ceil(slots / self.config.group_size)  # others would spend their time waiting
 
     # ------------------------------------------------------------------ groups
 
@@ -214,16 +215,17 @@ class ProgramEnv(ItemsEnv):
         with tempfile.TemporaryDirectory(prefix="session-") as scratch:
             own, log, printed = (Path(scratch, name) for name in ("own", "log", "output"))
             own.mkdir()
-            work = asyncio.to_thread(
-                start_service,
-                f"session {opened.id}",
-                command,
-                log_path=log,
-                output_path=printed,
-                env=variables,
-                cwd=own,
+            started = asyncio.ensure_future(
+                asyncio.to_thread(
+                    start_service,
+                    f"session {opened.id}",
+                    command,
+                    log_path=log,
+                    output_path=printed,
+                    env=variables,
+                    cwd=own,
+                )
             )
-            started = asyncio.ensure_future(work)
             try:
                 service = await asyncio.shield(started)
                 while (status := service.poll()) is None:
@@ -272,8 +274,7 @@ def read_reward(result: Any) -> dict[str, Any]:
     if not _is_finite(fields.get("reward")):
         logger.warning("the reward is %.80r; give a finite number, or a mapping with it", fields.get("reward"))
         raise SessionFailed("no_reward")
-    given = fields.get("metrics")
-    given = given if isinstance(given, dict) else {}
+    given = fields["metrics"] if isinstance(fields.get("metrics"), dict) else {}
     metrics = {str(name): float(value) for name, value in given.items() if _is_finite(value)}
     return {"reward": float(fields["reward"]), "metrics": metrics, "turn_values": fields.get("turn_values")}
 

@@ -120,8 +120,9 @@ class Groups:
         """
         for _ in range(2):
             if request.env not in self._env_ids:
-                registration = {"desired_name": request.env, "weight": 1.0, "group_size": request.size}
-                answer = await self._api.register_env({"max_token_length": 0, **registration})
+                answer = await self._api.register_env(
+                    {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0}
+                )
                 if answer["status"] != "success":
                     raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
                 self._env_ids[request.env] = answer["env_id"]

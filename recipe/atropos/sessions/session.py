@@ -275,8 +275,7 @@ class Session:
 
     def prompt(self, asked: Asked, rendering: Rendering) -> list[int]:
         """Return the ids that a reply to this request would be sampled after. Raises as ``sample``."""
-        parent, added, *_ = self._prompt(asked, self._messages(asked), rendering)
-        return _whole(parent, added)
+        return _whole(*self._prompt(asked, self._messages(asked), rendering)[:2])
 
     def delivered(self, exchange: Exchange) -> None:
         """Note that a reply was wholly written: the same request is then another one."""

@@ -68,15 +68,21 @@ def test_groups_in_flight_of_presets_are_what_staleness_allows(preset, groups):
 
 
 @pytest.mark.parametrize(
-    ("own", "expected"),
-    [({}, 256), ({"max_num_workers": 5}, 5), ({"max_num_workers_per_node": 3}, 3)],
-    ids=["default", "workers", "workers_per_node"],
+    ("own", "most", "expected"),
+    [
+        ({}, None, 256),
+        ({"max_num_workers": 5}, None, 5),
+        ({"max_num_workers_per_node": 3}, None, 3),
+        ({}, 9, 9),
+        ({"max_num_workers": 5}, 9, 5),
+    ],
+    ids=["default", "workers", "workers_per_node", "most", "fewer"],
 )
-def test_groups_in_flight_of_an_environment_may_be_its_own(own, expected):
+def test_groups_in_flight_of_an_environment_may_be_its_own(own, most, expected):
     """Groups in flight of an environment are its own where it says so."""
     env = Plain.__new__(Plain)
     env.adapter_settings = AdapterSettings(groups_in_flight=256)
-    env.config, env.server = BaseEnvConfig(**own), Servers()
+    env.config, env.server, env._most_items = BaseEnvConfig(**own), Servers(), most
     env._set_max_num_workers()
     assert env.max_num_workers == expected
 
