@@ -67,12 +67,13 @@ class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # type: 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):  # type: ignore[call-arg]
     """A request: ``messages``, or a ``prompt`` (text or token ids) as it is. ``sampling`` are parameters of SGLang's
     /generate, those that the client gave; ``template`` arguments of the chat template; ``previous`` the id of the reply
-    that the messages continue; ``body`` the request itself.
+    that the messages continue; ``body`` the request itself. ``call`` is the tool that the reply must call, "" if any.
     """
 
     messages: list[Message] = []
     prompt: str | list[int] | None = None
     tools: list[dict[str, Any]] | None = None
+    call: str | None = None
     sampling: dict[str, Any] = {}
     template: dict[str, Any] = {}
     previous: str | None = None
@@ -310,10 +311,8 @@ def tools_of(
     field ``within``, or in itself. ``strict`` has no effect: it would need constrained decoding.
 
     Raises:
-        RequestError: a tool is of another kind or has a field of a wrong type, or a call is required.
+        RequestError: a tool is of another kind or has a field of a wrong type.
     """
-    if choice not in (None, "auto", "none"):
-        raise RequestError(f"tool_choice={choice!r:.80} {_OTHER_POLICY}; give auto or none")
     found = []
     for i, tool in enumerate(expect(body.get("tools") or [], list, "tools")):
         given, where = typed(tool, f"tools[{i}]", *kinds), f"tools[{i}]"
@@ -326,6 +325,28 @@ def tools_of(
             function["parameters"] = expect(given[schema], dict, f"{where}.{schema}")
         found.append({"type": "function", "function": function})
     return found if found and choice != "none" else None
+
+
+def required_call(choice: Any, tools: list[dict[str, Any]] | None) -> str | None:
+    """Return which tool a reply must call by ``choice``, in OpenAI's form: "" if any, None if it need not call one.
+
+    Raises:
+        RequestError: there is no such tool.
+    """
+    if choice in (None, "auto", "none"):
+        return None
+    if not tools:
+        raise RequestError(f"tool_choice={choice!r:.80}: there are no tools; leave it out")
+    if choice == "required":
+        return ""
+    names = [tool["function"]["name"] for tool in tools]
+    function = choice.get("function", choice) if isinstance(choice, dict) else {}
+    name = expect(function, dict, "tool_choice.function").get("name")
+    if name not in names:
+        raise RequestError(
+            f"tool_choice={choice!r:.80}: give auto, none, required or one of tools ({', '.join(names)})"
+        )
+    return name
 
 
 def token_logprobs(reply: Reply) -> list[dict[str, Any]]:

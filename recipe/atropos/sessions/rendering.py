@@ -10,6 +10,7 @@ its chat template. Guarantees:
 """
 
 import json
+import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -24,13 +25,14 @@ from renderers.configs import RendererConfig
 from renderers.default import DefaultRenderer
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.sessions.messages import Message, RequestError, read_object
+from recipe.atropos.sessions.messages import Asked, Message, RequestError, read_object, tool_call
 from recipe.atropos.sessions.tree import Turn
 
 Thinking = Literal["kept", "as_template"]
 Parsed = tuple[str, str | None, list[tuple[str, str]]]  # content, reasoning, calls as (name, JSON of the arguments)
 
 _READ = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+_ID = "call00000"  # of a call; nine letters and digits, as Mistral's templates want
 _MARK = "\ue000the reply\ue001"  # stands for a sampled reply in a rendered text; private characters of Unicode
 
 
@@ -92,10 +94,34 @@ class Rendering:
         Raises:
             RequestError: the template refuses the messages.
         """
+        return self._written(messages, tools, template, add_generation_prompt=True)
+
+    def _written(self, messages: list[Message], tools: list | None, template: dict[str, Any], **how: bool) -> list[int]:
         try:
-            return self._renderer(template).render_ids(messages, tools=tools, add_generation_prompt=True)
+            return self._renderer(template).render_ids(messages, tools=tools, **how)
         except Exception as error:  # a template raises what it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
+
+    def opening(self, asked: Asked) -> list[int]:
+        """Return the ids that begin the call which a reply must make, as the template writes it; none if it need not.
+
+        A reply that is sampled after them is the policy's own, which constrained sampling would not be.
+
+        Raises:
+            RequestError: the template does not begin a reply with a call, or not with its name.
+        """
+        if asked.call is None:
+            return []
+        user, given = {"role": "user", "content": "call"}, (asked.tools, asked.template)
+        calls = [(asked.call or "a", "{}"), (asked.call or "Z", '{"a": 1}')]
+        replies = [{"role": "assistant", "content": "", "tool_calls": [tool_call(_ID, *one, "calls")]} for one in calls]
+        written = [self._written([user, reply], *given) for reply in replies]
+        start, common = self.prompt([user], *given), list(os.path.commonprefix(written))
+        text = self.tokenizer.decode(common[len(start) :])
+        if common[: len(start)] != start or not text or asked.call not in text or _ID in text:
+            choice = asked.body["tool_choice"]
+            raise RequestError(f"tool_choice={choice!r:.80}: this chat format begins no reply with a call; give auto")
+        return common[len(start) :]
 
     def bridged(
         self, turn: Turn, history: list[Message], new: list[Message], tools: list | None, template: dict[str, Any]
@@ -141,7 +167,9 @@ class Rendering:
         return None
 
     def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:
-        """Return what a reply says. A call that cannot be read, or of a request without tools, stays in the content."""
+        """Return what ``tokens`` say, a reply with its opening. A call that cannot be read, or of a request without
+        tools, stays in the content.
+        """
         try:
             found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
         except (RecursionError, ValueError):  # JSON that a policy nests without end, a number of thousands of digits

@@ -246,6 +246,8 @@ class Session:
         if messages and messages[-1]["role"] == "assistant":
             raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
         parent, added, new, cause = self._prompt(asked, messages, rendering)
+        opening = rendering.opening(asked)
+        added = [*added, *opening]
         prompt = _whole(parent, added)
         params = self._params(asked, len(prompt), rendering)
         reserved = params["max_new_tokens"] or 0
@@ -255,7 +257,7 @@ class Session:
         finally:  # from here to the record nothing else runs
             self.reserved -= reserved
             self.freed.set()
-        reply = self._reply(asked, sampled, spans, prompt, rendering, model)
+        reply = self._reply(asked, sampled, spans, prompt, opening, rendering, model)
         record = Record(
             parent and parent.number,
             as_ids(added).tobytes(),
@@ -275,7 +277,7 @@ class Session:
 
     def prompt(self, asked: Asked, rendering: Rendering) -> list[int]:
         """Return the ids that a reply to this request would be sampled after. Raises as ``sample``."""
-        return _whole(*self._prompt(asked, self._messages(asked), rendering)[:2])
+        return _whole(*self._prompt(asked, self._messages(asked), rendering)[:2]) + rendering.opening(asked)
 
     def delivered(self, exchange: Exchange) -> None:
         """Note that a reply was wholly written: the same request is then another one."""
@@ -395,6 +397,7 @@ class Session:
         sampled: SampledReply,
         spans: list[dict[str, Any]],
         prompt: list[int],
+        opening: list[int],
         rendering: Rendering,
         model: str,
     ) -> Reply:
@@ -403,7 +406,8 @@ class Session:
         calls: list[tuple[str, str]] = []
         content, reasoning = sampled.text, None
         if asked.prompt is None:
-            content, reasoning, calls = rendering.parsed(prompt, sampled.tokens, asked.tools, asked.template)
+            before, whole = prompt[: len(prompt) - len(opening)], opening + sampled.tokens
+            content, reasoning, calls = rendering.parsed(before, whole, asked.tools, asked.template)
             if stop is not None:
                 content = content.partition(stop)[0]
         return Reply(

@@ -87,7 +87,7 @@ def test_thinking_is_signed_as_clients_send_it_back(streamed):
 def test_errors_raise_in_anthropics_client():
     client, _ = anthropic_client(anthropic, REPLIES["text"])
     with pytest.raises(sdk.BadRequestError, match="tool_choice"):
-        client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "any"})
+        client.messages.create(**ASK, tool_choice={"type": "any"})
     client, _ = anthropic_client(anthropic, [FAILED])
     with pytest.raises(sdk.APIStatusError, match="no server is left"):
         with client.messages.stream(**ASK) as stream:
@@ -142,6 +142,9 @@ def test_message_parameters_become_sglangs():
     function = {"name": "search", "description": "d", "parameters": {"type": "object"}}
     assert asked.tools == [{"type": "function", "function": function}]
     assert anthropic.read({**ASK, "tools": [TOOL], "tool_choice": {"type": "none"}}).tools is None
+    choices = [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "search"}]
+    found = [anthropic.read({**ASK, "tools": [TOOL], "tool_choice": choice}).call for choice in choices]
+    assert found == [None, "", "search"]
     thinking = [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}, None]
     found = [anthropic.read({**ASK, "thinking": one}).template for one in thinking]
     assert found == [{"enable_thinking": True}, {"enable_thinking": False}, {}, {}]

@@ -142,6 +142,14 @@ def test_tools_go_to_the_template_unless_none_may_be_called():
     assert chat.read({**ASK, "tools": []}).tools is None
 
 
+@pytest.mark.parametrize(("choice", "call"), [("auto", None), ("required", ""), (None, None)])
+def test_choice_of_tools_says_what_must_be_called(choice, call):
+    asked = chat.read({**ASK, "tools": [TOOL], "tool_choice": choice})
+    assert (asked.call, asked.tools) == (call, [TOOL])
+    with pytest.raises(RequestError, match="there are no tools"):
+        chat.read({**ASK, "tool_choice": "required"})
+
+
 def test_chat_parameters_become_sglangs():
     given = {"temperature": 0.5, "top_p": 1, "top_k": 0, "seed": 7, "min_tokens": 2, "stop": "END", "ignore_eos": True}
     asked = chat.read({**ASK, **given, "max_tokens": 9, "max_completion_tokens": 8, "stop_token_ids": [3]})

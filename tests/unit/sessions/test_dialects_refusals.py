@@ -141,7 +141,6 @@ def _said(*parts, role="user"):
     return [{"role": role, "content": list(parts)}]
 
 
-_NAMED = {"type": "function", "function": {"name": "f"}}
 REFUSED = [  # (dialect, field, a value of it that is refused, what the message names)
     (chat, "top_logprobs", 2, "top_logprobs"),
     (chat, "n", 2, "n is 2"),
@@ -152,8 +151,10 @@ REFUSED = [  # (dialect, field, a value of it that is refused, what the message 
     (chat, "function_call", "auto", "function_call"),
     (chat, "prediction", {"type": "content"}, "prediction"),
     (chat, "modalities", ["audio"], "modalities"),
-    (chat, "tool_choice", "required", "tool_choice.*another distribution"),
-    (chat, "tool_choice", _NAMED, "tool_choice"),
+    (chat, "tool_choice", "always", r"tool_choice='always'.*one of tools \(f\)"),
+    (chat, "tool_choice", {"type": "function", "function": {"name": "g"}}, r"'g'.*one of tools \(f\)"),
+    (chat, "tool_choice", {"type": "function", "function": "f"}, "tool_choice"),
+    (chat, "tool_choice", {"type": "allowed_tools", "allowed_tools": {}}, "tool_choice.*allowed_tools"),
     (chat, "guided_json", {"type": "object"}, "guided_json"),
     (chat, "tools", [{"type": "custom"}], r"tools\[0\].*custom"),
     (chat, "messages", _said({"type": "image_url", "image_url": {}}), r"messages\[0\].content\[0\].*image_url"),
@@ -177,14 +178,14 @@ REFUSED = [  # (dialect, field, a value of it that is refused, what the message 
     (responses, "prompt", {"id": "p"}, "prompt"),
     (responses, "background", True, "background"),
     (responses, "tools", [{"type": "web_search"}], r"tools\[0\].*web_search"),
-    (responses, "tool_choice", "required", "tool_choice"),
+    (responses, "tool_choice", {"type": "web_search"}, "tool_choice.*web_search"),
     (responses, "input", _said({"type": "input_image"}), "input_image"),
     (responses, "input", _said({"type": "input_file"}), "input_file"),
     (responses, "input", [{"type": "item_reference", "id": "i"}], "item_reference"),
     (responses, "input", [{"type": "function_call_output", "call_id": "c"}], r"input\[0\].output is missing"),
     (responses, "input", [], "input"),
-    (anthropic, "tool_choice", {"type": "any"}, "tool_choice.*any"),
-    (anthropic, "tool_choice", {"type": "tool", "name": "f"}, "tool_choice.*tool"),
+    (anthropic, "tool_choice", {"type": "tool", "name": "g"}, "tool_choice.*'g'"),
+    (anthropic, "tool_choice", {"type": "tool"}, "tool_choice"),
     (anthropic, "tools", [{"type": "bash_20250124", "name": "bash"}], r"tools\[0\].*bash_20250124"),
     (anthropic, "messages", _said({"type": "image"}), r"messages\[0\].content\[0\].*image"),
     (anthropic, "messages", _said({"type": "document"}), "document"),

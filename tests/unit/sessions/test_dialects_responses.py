@@ -145,6 +145,8 @@ def test_response_parameters_become_sglangs():
     assert asked.template == {"reasoning_effort": "low"}
     assert asked.tools == [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
     assert responses.read({**ASK, "tools": [TOOL], "tool_choice": "none"}).tools is None
+    named = {"type": "function", "name": TOOL["name"]}
+    assert responses.read({**ASK, "tools": [TOOL], "tool_choice": named}).call == TOOL["name"]
 
 
 def test_a_failed_response_raises_in_openais_client():

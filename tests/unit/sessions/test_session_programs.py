@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from helpers.sessions import SUM
+from recipe.atropos.sessions.dialects import chat
 from recipe.atropos.sessions.session import Session
 from recipe.atropos.sessions.store import Store
 
@@ -190,6 +191,34 @@ def test_session_replies_with_odd_calls_are_answered(sessions, arguments, read, 
         answer = sessions.begin(opened, f"/v1/{path}", messages=asked + more, **body).getresponse()
         assert answer.status == 200 and answer.read()
         sessions.check(opened)
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("sum", "add")]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])
+def test_session_calls_that_must_be_begin_in_the_prompt(sessions, choice):
+    """What the template writes before the tool's name, or its arguments, is context; the rest is the policy's own."""
+    opened = sessions.open()
+    opening = sessions.server.rendering.opening(chat.read({**SUM, "tools": TOOLS, "tool_choice": choice}))
+    begun = sessions.policy.tokenizer.decode(opening)
+    assert begun == CALL.partition("add" if choice == "required" else " {")[0]
+    client, messages = sessions.openai(opened), [{"role": "user", "content": "sum"}]
+    sessions.policy.script = [CALL[len(begun) :], f"so {CALL}", "no call", "3"]
+    for given in (choice, "auto", choice, "none"):
+        reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, tool_choice=given)
+        message, (prompt, tokens, _) = reply.choices[0].message, sessions.policy.sampled[-1]
+        assert (reply.prompt_token_ids, reply.choices[0].token_ids) == (prompt, tokens)
+        assert (prompt[-len(opening) :] == opening) == (given == choice)
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls or ()]
+        messages += [message, *(results or [{"role": "user", "content": "and"}])]
+    said = [message for message in messages if not isinstance(message, dict)]
+    assert [len(one.tool_calls or ()) for one in said] == [1, 1, 0, 0]
+    assert said[0].tool_calls[0].function.arguments == '{"a":1,"b":2}' and not said[0].content
+    assert said[2].content == f"{begun}no call".removeprefix("<tool_call>\n"), "what cannot be read is text"
+    assert sessions.session(opened).summary()["forks"] == {"other": 1}, "none takes the tools away"
+    sessions.check(opened)
 
 
 @pytest.mark.parametrize("choice", [{}, {"tools": [{"type": "function", "function": {"name": "add"}}]}])

@@ -16,6 +16,7 @@ from recipe.atropos.sessions.messages import (
     join,
     name_tools,
     refuse,
+    required_call,
     role_of,
     sampling_of,
     text_of,
@@ -58,10 +59,13 @@ def count(body: dict[str, Any]) -> Asked:
         template = dict(_THINKING[typed(body["thinking"], "thinking", *_THINKING)["type"]])
     if output.get("effort"):
         template["reasoning_effort"] = expect(output["effort"], str, "output_config.effort")
-    choice = expect(body.get("tool_choice") or {}, dict, "tool_choice").get("type")
+    given = expect(body.get("tool_choice") or {}, dict, "tool_choice")
+    choice = {"any": "required", "tool": given}.get(str(given.get("type")), given.get("type"))
+    tools = tools_of(body, choice, ("custom", None), schema="input_schema")
     return Asked(
         messages=name_tools(_messages(body)),
-        tools=tools_of(body, choice, ("custom", None), schema="input_schema"),
+        tools=tools,
+        call=required_call(choice, tools),
         sampling=sampling_of(body),
         template=template,
         stream=expect(body.get("stream") or False, bool, "stream"),

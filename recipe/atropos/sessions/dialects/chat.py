@@ -14,6 +14,7 @@ from recipe.atropos.sessions.messages import (
     items_of,
     name_tools,
     refuse,
+    required_call,
     role_of,
     sampling_of,
     text_of,
@@ -48,9 +49,11 @@ def read(body: dict[str, Any]) -> Asked:
     if body.get("reasoning_effort"):
         template = {**template, "reasoning_effort": expect(body["reasoning_effort"], str, "reasoning_effort")}
     expect(body.get("stream_options") or {}, dict, "stream_options")
+    tools = tools_of(body, body.get("tool_choice"), within="function")
     return Asked(
         messages=name_tools([_message(*one) for one in items_of(body, "messages")]),
-        tools=tools_of(body, body.get("tool_choice"), within="function"),
+        tools=tools,
+        call=required_call(body.get("tool_choice"), tools),
         sampling=sampling_of(body),
         template=template,
         stream=expect(body.get("stream") or False, bool, "stream"),

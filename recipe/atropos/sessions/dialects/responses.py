@@ -14,6 +14,7 @@ from recipe.atropos.sessions.messages import (
     join,
     name_tools,
     refuse,
+    required_call,
     role_of,
     sampling_of,
     text_of,
@@ -47,10 +48,11 @@ def read(body: dict[str, Any]) -> Asked:
         instructions = expect(body["instructions"], str, "instructions")
         messages = [{"role": "system", "content": instructions, "instructions": True}, *messages]
     effort = expect(body.get("reasoning") or {}, dict, "reasoning").get("effort")
-    previous = body.get("previous_response_id")
+    previous, tools = body.get("previous_response_id"), tools_of(body, body.get("tool_choice"))
     return Asked(
         messages=name_tools(messages),
-        tools=tools_of(body, body.get("tool_choice")),
+        tools=tools,
+        call=required_call(body.get("tool_choice"), tools),
         sampling=sampling_of(body),
         template={"reasoning_effort": expect(effort, str, "reasoning.effort")} if effort else {},
         previous=expect(previous, str, "previous_response_id").removeprefix("resp_") if previous else None,
