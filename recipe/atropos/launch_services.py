@@ -87,8 +87,7 @@ def check_start(run: Run) -> None:
             free_port(host)
         except OSError as error:
             raise ConfigurationError(
-                f"{key}={host} is no IPv4 address of this machine ({error.strerror}); give 127.0.0.1, or 0.0.0.0 for "
-                "all"
+                f"{key}={host} is no IPv4 address of this machine; give 127.0.0.1, or 0.0.0.0 for all"
             ) from error
     check_port(config.api.port, config.api.host, "api.port")
     check_port(inference.gateway_port, inference.host, "inference.gateway_port")

@@ -66,7 +66,7 @@ def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
         ("environment.target=/no/such/env.py", "environment.target=/no/such/env.py: no such file"),
         ("inference.port=TAKEN", "port .* is taken .*inference.port"),
         ("api.port=TAKEN", "api.port=.* is taken"),
-        ("api.host=192.0.2.1", "api.host=192.0.2.1 is no IPv4 address of this machine"),
+        ("api.host=192.0.2.1", "api.host=192.0.2.1 is no IPv4 address of this machine; give 127"),
         ("trainer.resume_from_path=/no/such", "give both"),
         ("trainer.resume_mode=resume_path", "give both"),
     ],
