@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import TypeAdapter
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
@@ -53,6 +54,7 @@ def check_config(config: DictConfig) -> None:
             _training(config),
             _weight_sync(config),
             _transport(config),
+            _sessions(config) if (config.sessions.renderer, config.sessions.tool_parser) != ("auto", None) else (),
         )
     )
 
@@ -127,6 +129,18 @@ def _transport(config: DictConfig) -> Rules:
     named = named_transport(config)
     for transport in {named or WeightTransport, gpu_transport(config)}:
         yield from ((True, problem) for problem in transport.problems(config))
+
+
+def _sessions(config: DictConfig) -> Rules:
+    from renderers.configs import RendererConfig  # imported here: few runs name one
+    from renderers.parsers import TOOL_PARSERS
+
+    names = TypeAdapter(RendererConfig).json_schema()["discriminator"]["mapping"]
+    for key, known in (("renderer", names), ("tool_parser", TOOL_PARSERS)):
+        yield (
+            config.sessions[key] not in (None, *known),
+            f"sessions.{key}={config.sessions[key]}; choose one of {', '.join(sorted(known))}",
+        )
 
 
 def _shares(specs: Sequence[EnvironmentSpec], batch_size: int) -> Rules:

@@ -71,6 +71,8 @@ CASES = {
         "give save_contents=[model], of which model holds base and adapter"
     ),
     f"{ATROPOS}.replay=/no/such/folder": "no batches there; give the folder trajectories",
+    "sessions.renderer=qwen": "sessions.renderer=qwen; choose one of auto, .*default, .*qwen3, ",
+    "sessions.tool_parser=qwen": "sessions.tool_parser=qwen; choose one of deepseek-v3, glm, qwen3",
 }
 
 
@@ -95,8 +97,10 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         f"{ADAPTER_ONLY} inference.urls=[http://h:1]",
         f"{SHARED} {ACTOR}.ulysses_sequence_parallel_size=2",
         f"{SHARED} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        "sessions.renderer=default sessions.tool_parser=qwen3.5",
+        "sessions.renderer=glm-4.5",
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(changed_config(compose_config(*MODEL), overrides.split()))
