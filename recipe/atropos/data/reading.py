@@ -159,7 +159,8 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
     if len(given) > len(set(numbers)):
         raise RefusedGroup(Reason.MALFORMED, "some rows of a trajectory have advantages, others have none")
     teacher = [(name, values) for name in TOP_K_FIELDS if limits.read_teacher and (values := group.field(name))]
-    for name, values in teacher:
+    overrides = group.field("overrides") or [{}] * sequences
+    for name, values in (*teacher, ("overrides", overrides)):  # a store may be older than its check
         require_count(name, values, sequences)
     if len(teacher) == 1:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
@@ -172,7 +173,7 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
         floats,
         [values for _, values in teacher],
         group.field("group_overrides") or {},
-        group.field("overrides") or [{}] * sequences,
+        overrides,
     )
 
 

@@ -20,6 +20,7 @@ from recipe.atropos.data.rows import (
     environment_name,
     trained_spans,
 )
+from recipe.atropos.data.scored_group import ScoredGroup, unpack
 
 LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -94,6 +95,13 @@ def test_rows_take_what_is_just_within_the_format(changes):
 def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
     rows, report = read(**changes)
     assert not rows and set(report.dropped) == {reason} and len(report.messages) == 1
+
+
+def test_rows_of_an_older_store_with_few_overrides_are_refused():
+    group = ScoredGroup.from_mapping(a_group())
+    group.fields["overrides"] = b"[{}]"
+    _, report = read_groups([unpack(group.pack())], LIMITS)
+    assert report.dropped == {"unequal_lengths": 2}
 
 
 def test_rows_are_cut_at_their_very_limits_and_counted():
