@@ -154,9 +154,10 @@ class CommandLine:
         servers = server_configs(default, openai, in_file)[0]
         if cls.only_checked or not isinstance(servers, list):
             return env_config, servers
-        if isinstance(in_file, list):  # which BaseEnv takes as they are; the tokenizer is the environment's, too
-            in_file = APIServerConfig(**in_file[0]).model_dump(exclude={"tokenizer_name"})
-        return complete(env_config, servers, {**(in_file or {}), **openai}, env_given, serves="serve" in sys.argv)
+        # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too.
+        several = isinstance(in_file, list) and APIServerConfig(**in_file[0]).model_dump(exclude={"tokenizer_name"})
+        given = {**(several or in_file or {}), **openai}
+        return complete(env_config, servers, given, env_given, serves="serve" in sys.argv)
 
     @classmethod
     def cli(cls) -> None:

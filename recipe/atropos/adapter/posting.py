@@ -394,8 +394,8 @@ class PostingEnv(BaseEnv):
             groups = None
             self._count_failure(stage, error)
         else:
-            known = place is not None and (place.taken or place.reason)  # sent, or refused, by the environment's own
-            if not groups and not backlog and not known:
+            # Else its groups are sent, or refused, within collect_trajectories.
+            if not groups and not backlog and not (place and (place.taken or place.reason)):
                 self.report.refuse(Reason.NO_GROUP, f"{stage}() gave none for item {str(item)[:200]}")
         self.backlog.extend(backlog or ())
         return groups or None

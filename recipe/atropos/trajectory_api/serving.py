@@ -48,18 +48,17 @@ def read_secret(path: str | None) -> str | None:
     return secret
 
 
-def check_host(host: str, secret: str | None) -> None:
-    """Raise ConfigurationError if a server without a secret would be reached from other machines."""
+def serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
+    """Serve until a signal ends it.
+
+    Raises:
+        ConfigurationError: a server without a secret would be reached from other machines.
+    """
     if secret is None and not is_loopback(host):
         raise ConfigurationError(
             f"host={host}: without a secret, the server listens on loopback only; give --secret-file, or set "
             f"${API_KEY_VARIABLE}"
         )
-
-
-def serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
-    """Serve until a signal ends it."""
-    check_host(host, secret)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it logs what is not HTTP, with a traceback
     _reuse_memory()
     uvloop.run(_serve(settings, host, port, secret))
