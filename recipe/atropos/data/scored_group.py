@@ -134,7 +134,7 @@ class ScoredGroup:
         for name in [name for name, column in self.floats.items() if not np.isfinite(column).all()]:
             for i, values in enumerate(self.cut(self.floats[name])):
                 require_finite(f"{name}[{i}]", values, Reason(f"nonfinite_{name}"))
-        for name in self.fields:
+        for name in sorted(self.fields):
             self._check_field(name)
         return self
 
