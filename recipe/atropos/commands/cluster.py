@@ -6,6 +6,7 @@ for SkyPilot or a RayJob for KubeRay, which train with these options on N nodes.
 """
 
 import argparse
+import importlib.metadata
 import importlib.resources
 import shlex
 import sys
@@ -48,6 +49,7 @@ def job(kind: str, nodes: int, overrides: Sequence[str]) -> str:
         "OPTIONS": shlex.join(overrides),
         "PYTHON": shlex.quote(sys.executable),
         "FOLDER": shlex.quote(str(Path.cwd())),
+        "RAY": importlib.metadata.version("ray"),
     }
     for name, value in values.items():
         template = template.replace(f"<{name}>", value)

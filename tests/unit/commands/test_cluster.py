@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -29,7 +30,9 @@ def test_cluster_jobs_train_with_the_options_on_all_nodes(kind):
     assert "<" not in text.replace("<<<", "") and len(text.splitlines()) <= 60
     if kind == "kuberay":
         spec = yaml.safe_load(text)["spec"]
-        script, nodes = spec["entrypoint"], 1 + spec["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
+        cluster = spec["rayClusterSpec"]
+        script, nodes = spec["entrypoint"], 1 + cluster["workerGroupSpecs"][0]["replicas"]
+        assert cluster["rayVersion"] == metadata.version("ray"), "KubeRay takes no token without it"
     elif kind == "skypilot":
         task = yaml.safe_load(text)
         script, nodes = task["run"], task["num_nodes"]
