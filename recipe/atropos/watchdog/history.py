@@ -241,11 +241,13 @@ class History:
         trained = newest.get("atropos/policy_version") if newest is not None and newest is not self.undone else None
         behind = trained is not None and (self.version is None or self.version < trained)
         self.behind = (now if self.behind is None else self.behind) if behind else None
+        self.servers = {  # without one that has moved to another node, whose address is not used any more
+            server["url"]: self.servers.get(server["url"])
+            or ServerHistory(server["url"], server["state"], now, Pulse(now))
+            for server in status["servers"]
+        }
         for server in status["servers"]:
-            url = server["url"]
-            if url not in self.servers:
-                self.servers[url] = ServerHistory(url, server["state"], now, Pulse(now))
-            self.servers[url].add(server, now)
+            self.servers[server["url"]].add(server, now)
 
     def servers_rest(self, now: float) -> None:
         """Note that the servers have released their memory to the trainer: nothing can be told from their silence, nor

@@ -448,6 +448,15 @@ def test_watchdog_rests_while_servers_are_offloaded():
     assert [found.alarm for found in findings(history, 390.0 + LIMITS.silent_after)] == ["server_unhealthy"]
 
 
+def test_watchdog_forgets_a_server_that_has_moved_to_another_node():
+    """The gateway, started again with its new address, lists the old one no more."""
+    history, down = History(LIMITS), sglang("down")
+    for servers, alarms in (([down], ["server_unhealthy"]), ([sglang(number=1)], [])):
+        for now in (1.0, 2.0 + LIMITS.silent_after):
+            history.add_gateway({"version": 1, "held": 0, "servers": servers}, now)
+        assert [found.alarm for found in findings(history, now)] == alarms
+
+
 def test_watchdog_sees_an_environment_hang_between_rests():
     """Each step offloads the servers, and another environment keeps the steps coming."""
     demo = Demo(0)
