@@ -448,7 +448,7 @@ def test_watchdog_rests_while_servers_are_offloaded():
     assert [found.alarm for found in findings(history, 390.0 + LIMITS.silent_after)] == ["server_unhealthy"]
 
 
-def test_watchdog_forgets_a_server_that_has_moved_to_another_node():
+def test_watchdog_forgets_a_server_that_moved_to_another_node():
     """The gateway, started again with its new address, lists the old one no more."""
     history, down = History(LIMITS), sglang("down")
     for servers, alarms in (([down], ["server_unhealthy"]), ([sglang(number=1)], [])):
