@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from recipe.atropos.demo.small_policy import Chat, Recipe, ensure_small_policy, make_tokenizer
 from recipe.atropos.environments.calculator_tool import calculate
 from recipe.atropos.environments.word_problems import Split, generate, gold_answer
+from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import cache_root, read_lines, replace_folder
 
 if TYPE_CHECKING:

@@ -52,7 +52,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.tasks.credit import KeysRecipe  # noqa: E402
 from recipe.atropos.demo.small_policy import ensure_small_policy  # noqa: E402
-from recipe.atropos.run.record import read_evaluations, read_metrics  # noqa: E402
+from recipe.atropos.run.evaluations import read_evaluations  # noqa: E402
+from recipe.atropos.run.record import read_metrics  # noqa: E402
 from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {

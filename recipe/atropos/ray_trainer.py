@@ -41,7 +41,8 @@ from recipe.atropos.data.rows import (
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data.scored_group import Group
 from recipe.atropos.errors import NothingToTrain, Preempted, secondary_errors
-from recipe.atropos.run.record import RunRecord, heldout_scores, needs_evaluation, wait_until_evaluated
+from recipe.atropos.run.evaluations import heldout_scores, needs_evaluation, wait_until_evaluated
+from recipe.atropos.run.record import RunRecord
 from recipe.atropos.run.trackers import Trackers
 from recipe.atropos.sources.numbered import DataSource
 from recipe.atropos.sources.recorded import NoServers, RecordedSource

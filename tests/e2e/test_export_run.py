@@ -6,8 +6,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.process import start_service
 

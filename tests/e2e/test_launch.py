@@ -27,8 +27,9 @@ from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.services import Run
+from recipe.atropos.run.evaluations import is_accuracy, read_evaluations
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import is_accuracy, read_evaluations, read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.run.status import RunReader
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import RUN_ID_VARIABLE, free_port, start_service

@@ -18,7 +18,8 @@ from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
 from recipe.atropos.launcher.environment_processes import Environments
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.evaluations import read_evaluations
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import LineReader
 from recipe.atropos.utils.process import ServiceFailed, start_service
 

@@ -8,7 +8,8 @@ import pytest
 from helpers.promises import PRESETS, SMALL, code, listed, rows_of
 from recipe.atropos.config.models import resolve_model
 from recipe.atropos.environments.word_problems import generate
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.evaluations import read_evaluations
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import free_port, start_service
 
 

@@ -7,7 +7,8 @@ import orjson
 import psutil
 import pytest
 
-from recipe.atropos.run.record import read_evaluations, read_metrics
+from recipe.atropos.run.evaluations import read_evaluations
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import start_service
 

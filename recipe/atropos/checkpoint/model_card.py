@@ -9,8 +9,8 @@ from omegaconf import DictConfig
 
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.models import looks_local
+from recipe.atropos.run.evaluations import held_out, read_evaluations
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import held_out, read_evaluations
 from recipe.atropos.utils.files import read_json, write_atomic
 from recipe.atropos.utils.machine import installed
 from recipe.atropos.utils.secret import read_config_yaml

@@ -30,8 +30,8 @@ import xxhash
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import AtroposError, ConfigurationError
+from recipe.atropos.run.evaluations import heldout_scores
 from recipe.atropos.run.folder import RunDir, RunDirError
-from recipe.atropos.run.record import heldout_scores
 from recipe.atropos.utils.files import DiskFull, disk_errors, disk_is_full, read_json, sync, write_atomic, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 

@@ -27,7 +27,7 @@ from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
-from recipe.atropos.run.record import (
+from recipe.atropos.run.evaluations import (
     NONE_YET,
     held_out,
     is_accuracy,
@@ -35,8 +35,8 @@ from recipe.atropos.run.record import (
     mark_evaluated,
     needs_evaluation,
     read_evaluations,
-    update_summary,
 )
+from recipe.atropos.run.record import update_summary
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.utils.files import append_line, rewrite_lines
 from recipe.atropos.utils.process import ServiceFailed

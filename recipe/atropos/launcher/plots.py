@@ -8,8 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from recipe.atropos.run.evaluations import held_out, read_evaluations
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import held_out, read_evaluations, read_metrics
+from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import write_atomic
 
 _COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")

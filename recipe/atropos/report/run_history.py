@@ -13,8 +13,9 @@ from typing import Any
 
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import PHASES, ItemCounts, read_evaluations, read_metrics
+from recipe.atropos.run.record import PHASES, ItemCounts, read_metrics
 from recipe.atropos.utils.files import read_json, read_lines, read_yaml
 from recipe.atropos.utils.secret import HIDDEN, without_secrets
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from recipe.atropos.report.run_history import History
-from recipe.atropos.run.record import held_out
+from recipe.atropos.run.evaluations import held_out
 
 _LEAST = 0.02  # change of a held-out score whose number of items is unknown
 

@@ -26,8 +26,9 @@ import psutil
 from cachetools import TTLCache, cached
 
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.evaluations import heldout_scores, read_evaluations
 from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
-from recipe.atropos.run.record import SCORES, heldout_scores, left_open, read_evaluations
+from recipe.atropos.run.record import SCORES, left_open
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives

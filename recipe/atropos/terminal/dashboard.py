@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.run.record import is_accuracy
+from recipe.atropos.run.evaluations import is_accuracy
 from recipe.atropos.run.status import ELSEWHERE, KILLED, STARTING, RunStatus
 from recipe.atropos.utils.files import printable
 

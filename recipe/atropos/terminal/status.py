@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from recipe.atropos.run.evaluations import is_accuracy
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.run.record import is_accuracy, read_metrics, score_of
+from recipe.atropos.run.record import read_metrics, score_of
 from recipe.atropos.run.status import ELSEWHERE, FINISHED, KILLED, STOPPED, RunReader, RunStatus, find_run
 from recipe.atropos.terminal.dashboard import Dashboard, clock, shell_command, shown_path
 from recipe.atropos.utils.files import read_json

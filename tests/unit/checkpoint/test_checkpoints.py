@@ -15,8 +15,9 @@ from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.startup import set_aside_store
+from recipe.atropos.run.evaluations import heldout_scores
 from recipe.atropos.run.folder import RunDir, RunDirError
-from recipe.atropos.run.record import RunRecord, account_of_groups, heldout_scores, update_summary
+from recipe.atropos.run.record import RunRecord, account_of_groups, update_summary
 from recipe.atropos.utils.files import DiskFull, append_line, read_json
 
 FILES = {"actor/model_world_size_1_rank_0.pt": b"model" * 3, "actor/huggingface/config.json": b"{}", "data.pt": b"data"}

@@ -14,7 +14,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.launcher.evaluation import Evaluations, evaluation_text, heldout_summary, main_metric
 from recipe.atropos.launcher.plots import reward_figure
-from recipe.atropos.run.record import (
+from recipe.atropos.run.evaluations import (
     NotEvaluated,
     mark_evaluated,
     needs_evaluation,
