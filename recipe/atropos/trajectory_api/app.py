@@ -36,6 +36,7 @@ from recipe.atropos.utils.secret import whose_key
 logger = logging.getLogger(__name__)
 
 MAX_BODY = 128 << 20  # bytes, as sent and inflated
+_INFLATED_PART = 1 << 20  # bytes; to read MAX_BODY at once would allocate it for every post
 BODY_SECONDS = 300.0  # for a body to arrive; stock environments give a whole request as long
 _JSON = {"Content-Type": "application/json"}
 _BROKEN = (ConnectionError, web.RequestPayloadError)
@@ -143,13 +144,15 @@ async def _body(request: web.BaseRequest) -> bytes:
 
 
 def _inflated(body: bytes) -> bytes:
+    file, parts = igzip.GzipFile(fileobj=io.BytesIO(body)), []
     try:
-        inflated = igzip.GzipFile(fileobj=io.BytesIO(body)).read(MAX_BODY + 1)
+        while part := file.read1(_INFLATED_PART):
+            parts.append(part)
+            if file.tell() > MAX_BODY:
+                raise RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
     except (igzip.BadGzipFile, isal_zlib.error, EOFError) as error:
         raise RequestRefused(400, f"Invalid gzip payload: {error}") from error
-    if len(inflated) > MAX_BODY:
-        raise RequestRefused(413, f"a body that inflates to more than {MAX_BODY} bytes: send less")
-    return inflated
+    return b"".join(parts)
 
 
 def _answer(value: Any, status_code: int = 200) -> web.Response:
