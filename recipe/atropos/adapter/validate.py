@@ -90,5 +90,6 @@ def check_limits(group: dict[str, Any], config: BaseEnvConfig, max_token_len: in
     whole = ScoredGroup.from_mapping(group)
     for name in whole.irregular:
         for i, row in enumerate(whole.by_sequence(name)):
-            for at in np.flatnonzero(np.isnan([np.nan] if row is None else row)):
+            if row is None or np.isnan(row).any():
+                at = 0 if row is None else int(np.isnan(row).argmax())
                 raise RefusedGroup(Reason.MALFORMED, f"{name}[{i}] has no number at position {at}")

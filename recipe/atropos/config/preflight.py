@@ -54,7 +54,7 @@ def check_config(config: DictConfig) -> None:
             _training(config),
             _weight_sync(config),
             _transport(config),
-            _sessions(config) if (config.sessions.renderer, config.sessions.tool_parser) != ("auto", None) else (),
+            _sessions(config),
         )
     )
 
@@ -132,6 +132,8 @@ def _transport(config: DictConfig) -> Rules:
 
 
 def _sessions(config: DictConfig) -> Rules:
+    if (config.sessions.renderer, config.sessions.tool_parser) == ("auto", None):
+        return
     from renderers.configs import RendererConfig  # imported here: few runs name one
     from renderers.parsers import TOOL_PARSERS
 

@@ -29,8 +29,13 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 RIGHT, _WRONG, STOP = range(3)
 RATES, UPDATES, HELD_OUT, EVERY = (0.03, 0.1, 0.3), 1000, 24, 4
 _OPTIONS = {  # the least and the most
-    **{"steps": (1, 100), "slack": (0, 100), "solved": (0.001, 0.79), "skills": (1, 1000), "group_size": (2, 1000)},
-    **{"groups": (2, 10**6), "seeds": (1, 1000)},
+    "steps": (1, 100),
+    "slack": (0, 100),
+    "solved": (0.001, 0.79),
+    "skills": (1, 1000),
+    "group_size": (2, 1000),
+    "groups": (2, 10**6),
+    "seeds": (1, 1000),
 }
 Advantages = Callable[[Decisions], np.ndarray]
 State = tuple[int, int]  # right steps and wrong ones so far

@@ -123,15 +123,10 @@ def wait_for_nodes(nodes: int, seconds: float) -> list[Finding]:
     until = time.monotonic() + seconds
     while len(living := [node for node in ray.nodes() if node["Alive"]]) < nodes and time.monotonic() < until:
         time.sleep(1.0)
-    return [
-        Finding(
-            "nodes",
-            _head(),
-            f"Ray knows {len(living)} of {nodes} nodes: see `ray status`; start Ray on the others, with the same token"
-            if len(living) < nodes
-            else "",
-        )
-    ]
+    missing = (
+        f"Ray knows {len(living)} of {nodes} nodes: see `ray status`; start Ray on the others, with the same token"
+    )
+    return [Finding("nodes", _head(), missing if len(living) < nodes else "")]
 
 
 def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:

@@ -16,14 +16,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from recipe.atropos.credit.group import Credit, CreditError, add_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.sessions.client import scored_group
-from recipe.atropos.sessions.messages import RequestError
+from recipe.atropos.sessions.messages import Count, RequestError
 from recipe.atropos.sessions.session import Session, SessionOptions
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -43,7 +43,7 @@ class GroupRequest(SessionOptions, kw_only=True):  # type: ignore[call-arg]
     """
 
     env: str
-    size: Annotated[int, msgspec.Meta(ge=1)]
+    size: Count
     key: str | None = None
 
 

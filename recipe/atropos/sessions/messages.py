@@ -16,6 +16,7 @@ from msgspec import Meta
 from recipe.atropos.errors import AtroposError
 
 Message = dict[str, Any]
+Count = Annotated[int, Meta(ge=1)]
 
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
 _Text = Annotated[str, Meta(min_length=1)]
@@ -28,7 +29,7 @@ _PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
     "presence_penalty": Annotated[float, Meta(ge=-2, le=2)],
     "repetition_penalty": Annotated[float, Meta(ge=0, le=2)],
     "min_new_tokens": Annotated[int, Meta(ge=0)],
-    "max_new_tokens": Annotated[int, Meta(ge=1)],
+    "max_new_tokens": Count,
     "sampling_seed": int,
     "ignore_eos": bool,
     "stop_token_ids": list[_Id],

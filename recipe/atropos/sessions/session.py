@@ -25,6 +25,7 @@ from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.messages import (
     Asked,
     Call,
+    Count,
     Message,
     Reply,
     RequestError,
@@ -45,10 +46,10 @@ class Limits(Strict):
     tokens of a prompt with its reply, beyond which a single request is refused. None: no limit.
     """
 
-    turns: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    turns: Count | None = None
+    tokens: Count | None = None
     seconds: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    context: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    context: Count | None = None
 
 
 class SessionOptions(Strict):
@@ -277,7 +278,8 @@ class Session:
 
     def prompt(self, asked: Asked, rendering: Rendering) -> list[int]:
         """Return the ids that a reply to this request would be sampled after. Raises as ``sample``."""
-        return _whole(*self._prompt(asked, self._messages(asked), rendering)[:2]) + rendering.opening(asked)
+        parent, added, *_ = self._prompt(asked, self._messages(asked), rendering)
+        return _whole(parent, [*added, *rendering.opening(asked)])
 
     def delivered(self, exchange: Exchange) -> None:
         """Note that a reply was wholly written: the same request is then another one."""

@@ -286,7 +286,8 @@ class Service:
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
         alive = {environment.id for environment in self.environments if environment.alive}
-        for entry in [entry for entry in self.queue.tickets.values() if entry.env not in alive]:
+        dead = [entry for entry in self.queue.tickets.values() if entry.env not in alive]
+        for entry in dead:
             self.release(entry.number, "environment_gone")
 
     def note_seconds(self, ticket: Entry) -> None:
