@@ -10,14 +10,14 @@ skill, and for the end. So its success and the gradient of it are known exactly,
 - to 80%: the sampled decisions until the success is 0.8, as a ratio to outcome GRPO's, trained with Adam on one group
   for each update, each rule with the best of three learning rates; "-" if none gets there.
 
-All decisions that are sampled count, those of branches too. With ``--run NAME`` the command measures the gradient of a
-recorded step instead (``--run NAME --help``).
+All decisions that are sampled count, those of branches and continuations too. With ``--run NAME`` the command measures
+the gradient of a recorded step instead (``--run NAME --help``).
 """
 
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,11 +108,19 @@ def first_logits(item: Item, success: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sample:
-    """A group's decisions, with the policy's row and the action of each, (D,) int."""
+    """A group's decisions, with the policy's row and the action of each, (D,) int.
+
+    ``more``: the decisions of continuations, which tell values alone.
+    """
 
     group: Decisions
     rows: np.ndarray
     actions: np.ndarray
+    more: int = 0
+
+    @property
+    def sampled(self) -> int:
+        return len(self.actions) + self.more
 
     def gradient(self, policy: np.ndarray, advantages: np.ndarray) -> np.ndarray:
         """Return the estimate of the policy gradient, the mean over episodes, (skills + 1, 3)."""
@@ -122,21 +130,37 @@ class Sample:
         return found / self.group.ends.sum()
 
 
-def sample(item: Item, policy: np.ndarray, rng: np.random.Generator, episodes: int, begun: int | None = None) -> Sample:
+def rollout(
+    item: Item, policy: np.ndarray, rng: np.random.Generator, state: State
+) -> Iterator[tuple[float, State, State, int]]:
+    """Yield the decisions from a state to the episode's end: outcome (NaN before), state before and after, action."""
+    steps, outcome = np.cumsum(policy, -1), None
+    while outcome is None:
+        action = min(STOP, int(np.searchsorted(steps[item.row(state)], rng.random())))
+        before, (state, outcome) = state, item.after(state, action)
+        yield math.nan if outcome is None else outcome, before, state, action
+
+
+def sample(
+    item: Item,
+    policy: np.ndarray,
+    rng: np.random.Generator,
+    episodes: int,
+    begun: int | None = None,
+    continued: int = 0,
+) -> Sample:
     """Sample ``episodes``, ``begun`` of them (None: all) from the start.
 
     Each other one goes on after a decision of one of these, which are drawn before it is known how long that one is.
-    Where it has ended by then, the other begins at the start too.
+    Where it has ended by then, the other begins at the start too. Values are the environment's; with ``continued`` the
+    mean outcome of so many continuations after each decision, of which nothing is learned.
     """
-    steps = np.cumsum(policy, -1)
-    taken: list[tuple[int, float, State, State, int]] = []  # parent, outcome, state before and after, action
+    taken: list[tuple[int, float, State, State, int]] = []  # parent, and what ``rollout`` yields
 
     def episode(parent: int) -> list[int]:
-        state, outcome, own = (taken[parent][3] if parent >= 0 else (0, 0)), None, []
-        while outcome is None:
-            action = min(STOP, int(np.searchsorted(steps[item.row(state)], rng.random())))
-            before, (state, outcome) = state, item.after(state, action)
-            taken.append((parent, math.nan if outcome is None else outcome, before, state, action))
+        own = []
+        for decision in rollout(item, policy, rng, taken[parent][3] if parent >= 0 else (0, 0)):
+            taken.append((parent, *decision))
             own.append(parent := len(taken) - 1)
         return own
 
@@ -145,17 +169,24 @@ def sample(item: Item, policy: np.ndarray, rng: np.random.Generator, episodes: i
         root, turn = roots[rng.integers(len(roots))], int(rng.integers(item.longest - 1))
         episode(root[turn] if turn < len(root) - 1 else -1)
     parents, outcomes, states, after, actions = zip(*taken, strict=True)
-    values = np.array([item.value(state) for state in after])
+    values, more = np.array([item.value(state) for state in after]), 0
+    for i in np.flatnonzero(np.isnan(outcomes)) if continued else ():
+        ends = [list(rollout(item, policy, rng, after[i])) for _ in range(continued)]
+        values[i] = np.mean([end[-1][0] for end in ends])
+        more += sum(map(len, ends))
     group = Decisions(np.array(parents), np.array(outcomes), values, states)
-    return Sample(group, np.array([item.row(state) for state in states]), np.array(actions))
+    return Sample(group, np.array([item.row(state) for state in states]), np.array(actions), more)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule to compare: the advantages of a group, and which part of its episodes begins at the start."""
+    """A rule to compare: the advantages of a group, which part of its episodes begins at the start, and how many
+    continuations after each decision tell its value.
+    """
 
     advantages: Advantages
     begun: float = 1.0
+    continued: int = 0
 
 
 def _outcomes(rule: Advantages) -> Advantages:
@@ -172,6 +203,7 @@ RULES = {
     "progress, mix 0.5": Rule(partial(advantages, lam=0.5, mix=0.5)),
     "turn tree": Rule(_outcomes(advantages), 0.5),
     "turn tree, progress": Rule(partial(advantages, lam=0.5), 0.5),
+    "VinePPO": Rule(partial(advantages, lam=0.0), continued=4),  # arXiv 2410.01679, with this kit's baseline
 }
 
 
@@ -185,7 +217,7 @@ class Microscope:
 
     def draw(self, rule: Rule, policy: np.ndarray, rng: np.random.Generator) -> tuple[Sample, np.ndarray]:
         item = self.items[rng.integers(len(self.items))]
-        found = sample(item, policy, rng, self.group_size, int(self.group_size * rule.begun))
+        found = sample(item, policy, rng, self.group_size, int(self.group_size * rule.begun), rule.continued)
         return found, found.gradient(policy, rule.advantages(found.group))
 
     def estimate(self, rule: Rule, groups: int) -> tuple[float, float]:
@@ -197,7 +229,7 @@ class Microscope:
         mean, variance = gradients.mean(0), gradients.var(0).sum()
         along = mean @ exact / np.linalg.norm(exact)
         length = math.sqrt(max(mean @ mean - variance / groups, along**2))
-        sampled = sum(len(one.actions) for one, _ in found) / groups
+        sampled = sum(one.sampled for one, _ in found) / groups
         return math.degrees(math.acos(along / length)), sampled * variance / along**2
 
     def train(self, rule: Rule, rate: float, seed: int) -> float:
@@ -209,7 +241,7 @@ class Microscope:
             if update % EVERY == 1 and np.mean([item.success(policy)[0] for item in self.items[:HELD_OUT]]) >= 0.8:
                 return sampled
             found, gradient = self.draw(rule, policy, rng)
-            sampled += len(found.actions)
+            sampled += found.sampled
             first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
             logits += rate * first / (1 - 0.9**update) / (np.sqrt(second / (1 - 0.99**update)) + 1e-8)
         return math.inf

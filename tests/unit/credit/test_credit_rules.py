@@ -160,8 +160,8 @@ def test_credit_follows_ancestors_not_the_order(group, seed, lam):
 # ---------------------------------------------------------------------- what is estimated
 
 
-def episodes(item, policy):
-    """All episodes of an item with their probabilities, as (probability, states, actions, outcome)."""
+def episodes(item, policy, begun=(0, 0)):
+    """All episodes of an item from a state on with their probabilities, as (probability, states, actions, outcome)."""
 
     def go_on(state, probability, states, actions):
         for action in range(3):
@@ -173,7 +173,7 @@ def episodes(item, policy):
             else:
                 yield chance, *taken, outcome
 
-    return list(go_on((0, 0), 1.0, [], []))
+    return list(go_on(begun, 1.0, [], []))
 
 
 def as_sample(item, group):
@@ -273,6 +273,22 @@ def test_microscope_turn_tree_is_unbiased():
     exact = item.success(policy)[1].ravel()
     exact *= (mean @ exact) / (exact @ exact)  # a branch counts as a part of an episode
     assert (np.abs(mean - exact) < 4 * error).all()
+
+
+def test_microscope_continuations_tell_values():
+    """Each value is the success from there on, and the decisions sampled for it are counted."""
+    item = Item((0, 0), skills=1, slack=1)
+    policy, rng, found = softmax(first_logits(item, 0.3)), np.random.default_rng(0), {}
+    for _ in range(500):
+        drawn = sample(item, policy, rng, 4, continued=2)
+        inner = np.flatnonzero(~drawn.group.ends)
+        assert drawn.sampled >= len(drawn.actions) + 2 * len(inner)
+        for i in inner:
+            after, _ = item.after(drawn.group.states[i], drawn.actions[i])
+            found.setdefault(after, []).append(drawn.group.values[i])
+    for after, values in found.items():
+        exact = sum(chance * outcome for chance, _, _, outcome in episodes(item, policy, after))
+        assert np.mean(values) == pytest.approx(exact, abs=4 * np.std(values) / math.sqrt(len(values))), after
 
 
 @pytest.mark.parametrize("steps", [1, 2, 8])
