@@ -60,19 +60,14 @@ def interface_variables(own: str = "127.0.0.1") -> dict[str, str]:
 
 
 def joins_cluster(ray_init: Mapping[str, Any]) -> bool:
-    """Return whether ``ray.init`` with these options joins an existing cluster."""
-    return cluster_address(ray_init) is not None
-
-
-def cluster_address(ray_init: Mapping[str, Any]) -> str | None:
-    """Return the address of the cluster that ``ray.init`` joins with these options, None if it starts one.
+    """Return whether ``ray.init`` with these options joins an existing cluster.
 
     As in Ray, RAY_ADDRESS counts only if the options have no address, or "auto".
     """
     address = ray_init.get("address")
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS") or address
-    return None if address == "local" else address
+    return address not in (None, "local")
 
 
 def without_proxy(environment: Mapping[str, str], *hosts: str | None) -> dict[str, str]:

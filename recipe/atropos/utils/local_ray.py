@@ -9,20 +9,17 @@ Guarantees, unless a cluster is joined (RAY_ADDRESS, or ``ray_kwargs.ray_init.ad
 import os
 import secrets
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import ray
 from ray._private import ray_constants
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, secondary_errors
 from recipe.atropos.utils import scratch
-from recipe.atropos.utils.hosts import cluster_address
+from recipe.atropos.utils.hosts import joins_cluster
 
 _OLDEST = "2.55"  # as in pyproject.toml
-_CONNECT_SECONDS = 10.0
 
 
 def start_ray(**options: Any) -> None:
@@ -30,11 +27,9 @@ def start_ray(**options: Any) -> None:
 
     Raises:
         ConfigurationError: this Ray has no token authentication.
-        AtroposError: Ray did not start, or the cluster is not there, or rejected this process.
+        AtroposError: Ray did not start, or the cluster rejected this process.
     """
-    if address := cluster_address(options):
-        _require_head(address)
-    else:
+    if not joins_cluster(options):
         _keep_private()
         options = {"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"}
     try:
@@ -42,19 +37,6 @@ def start_ray(**options: Any) -> None:
     except Exception as error:  # a bare one too, if the node is not up within Ray's 30 seconds
         reason = " ".join(str(error).split())
         raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
-
-
-def _require_head(address: str) -> None:
-    """Raise AtroposError if nothing listens at a cluster's address, to which ``ray.init`` would go on connecting."""
-    parts = urlsplit(address if "://" in address else f"//{address}")
-    try:
-        if parts.port is not None:  # else "auto": Ray looks for one on this machine
-            socket.create_connection((parts.hostname, parts.port), _CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise AtroposError(
-            f"no Ray cluster at {address}: {error}; start its head (ray start --head), or correct RAY_ADDRESS or "
-            "ray_kwargs.ray_init.address"
-        ) from error
 
 
 def _keep_private() -> None:
