@@ -56,7 +56,7 @@ def _plot_scores(axes: Axes, lines: list, key: str, window: int, color: str, lab
     steps = np.array([line["step"] for line in lines if key in line])
     scores = np.array([line.get(raw, line[key]) for line in lines if key in line])
     axes.plot(steps, scores, color=color, alpha=0.35, linewidth=1, label=label)
-    if len(scores) >= window:
+    if len(scores) > window:
         smooth = np.convolve(scores, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], smooth, color=color, linewidth=2, label=f"its mean over {window} steps")
 

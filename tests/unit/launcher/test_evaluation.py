@@ -21,6 +21,7 @@ from recipe.atropos.run.evaluations import (
     read_evaluations,
     wait_until_evaluated,
 )
+from recipe.atropos.utils.files import rewrite_lines
 
 
 def line(step, env="a", value=0.5):
@@ -187,3 +188,9 @@ def test_the_picture_shows_every_evaluation_of_every_environment(tmp_path):
     drawn = {curve.get_label(): list(curve.get_xdata()) for curve in right.lines}
     assert drawn == {"held out, a: accuracy": [0, 3, 6], "held out, b: accuracy": [0, 3, 6]}
     assert {"score, a", "score, b"} <= {curve.get_label() for curve in left.lines}
+
+
+@pytest.mark.parametrize(("steps", "curves"), [(5, 1), (6, 2)])
+def test_the_picture_has_no_mean_of_a_single_point(tmp_path, steps, curves):
+    rewrite_lines(tmp_path / "metrics.jsonl", [{"step": s, "atropos/mean_score": 0.1 * s} for s in range(1, steps + 1)])
+    assert len(reward_figure(tmp_path).axes[0].lines) == curves
