@@ -348,7 +348,7 @@ def _sizes(tokenizer: Any, config: DictConfig) -> str:
     room = config.inference.args.get("max_total_tokens")
     if room is not None and room < longest:
         raise LaunchError(f"inference.args.max_total_tokens={room:,} has no room for {lengths} tokens: raise it")
-    return f"vocabulary {vocabulary or 0:,} >= {tokens:,} tokens; positions {positions or 0:,} >= {longest:,}"
+    return f"vocabulary {vocabulary or 'unknown'} for {tokens} tokens; positions {positions or 'unknown'} for {longest}"
 
 
 _WITH_TOKENIZER = {"tokenizer": _tokenizer, "chat_template": _chat_template, "sizes": _sizes}

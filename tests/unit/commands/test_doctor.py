@@ -157,6 +157,12 @@ def test_doctor_compares_the_sizes_of_model_and_tokenizer(results, settings, ove
     assert not found.ok and fix in found.message
 
 
+def test_doctor_claims_nothing_of_a_size_that_is_not_known(results):
+    file = results.model / "config.json"
+    file.write_text(file.read_text().replace("max_position_embeddings", "renamed"))
+    assert "; positions unknown for 16" in results()["sizes"].message
+
+
 @pytest.mark.parametrize(("device", "note"), [("auto", True), ("cpu", False)])
 def test_doctor_notes_that_no_gpu_is_visible(device, note, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
