@@ -130,7 +130,9 @@ def test_a_restarted_trainer_goes_on_from_its_own_start(tmp_path, monkeypatch, s
     overrides = ["preset=demo", f"run.dir={tmp_path}", "trainer.resume_mode=disable"]
     run = run_of(load_config(overrides), tmp_path, compose_config(overrides))
     save(20)
+    run.files.waiting.touch()
     prepare_trainer(run, monkeypatch)
+    assert not run.files.waiting.exists(), "a killed trainer's mark would say that this one waits"
     modes = [run.complete.trainer.resume_mode]
     for step in (None, 20):
         if step is not None:

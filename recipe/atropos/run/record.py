@@ -103,7 +103,6 @@ class RunRecord:
 
     def begin(self) -> None:
         """Drop and count the records of steps that are not in the checkpoint; call once the checkpoint is loaded."""
-        self.directory.waiting.unlink(missing_ok=True)  # left by a killed trainer
         lines = read_lines(self.directory.metrics)
         rewrite_lines(self.directory.metrics, [line for line in lines if line["step"] <= self.totals.steps])
         self.write_summary()
