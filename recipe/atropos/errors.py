@@ -97,7 +97,11 @@ def secondary_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def output_may_be_closed() -> Iterator[None]:
-    """Wrap an entry point: whoever reads its output may stop, as ``| head`` does; the rest of the output is dropped."""
+    """Wrap an entry point: whoever reads its output may stop, as ``| head`` does; the rest of the output is dropped.
+
+    A character that the locale's encoding lacks, of a log or an answer, is shown as "?" instead of ending the program.
+    """
+    sys.__stdout__.reconfigure(errors="replace")
     try:
         yield
     except BrokenPipeError:

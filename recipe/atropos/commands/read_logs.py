@@ -85,17 +85,11 @@ def read_end(files: RunDir, path: Path, lines: int, follow: bool = False) -> Ite
             process.terminate()
 
 
-def count(text: str) -> int:
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN", help=RUN_HELP)
     parser.add_argument("service", nargs="?", metavar="SERVICE", help="api, sglang, gateway, trainer, launcher, ...")
     parser.add_argument("-f", "--follow", action="store_true", help="print what is added, until the run ends")
-    parser.add_argument("-n", "--lines", type=count, default=_LINES, help="from the end; default: %(default)s")
+    parser.add_argument("-n", "--lines", type=int, default=_LINES, help="from the end; default: %(default)s")
 
 
 def main(given: argparse.Namespace) -> int:
