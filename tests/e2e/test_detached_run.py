@@ -93,7 +93,7 @@ def test_stop_ends_a_detached_run_and_who_follows_it(detached, terminal, tmp_pat
     status, text = output_of("stop", files.path)
     assert status == 0 and "run after step 0, in" in text and "resumes it" in text, text
     assert not [pid for pid in pids if lives(pid)] and services(files) == {}
-    assert view.wait_for_end() == 1 and "ended before its last step" in " ".join(view.text.split())
+    assert view.wait_for_end() == 1 and "ended before it was finished" in " ".join(view.text.split())
     assert b"the same command resumes the run" in follower.communicate(timeout=60)[0] and follower.returncode == 0
     assert output_of("status", files.path)[0] == 1 and output_of("stop", files.path)[0] == 0
     assert not living_of(mark)

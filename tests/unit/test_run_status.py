@@ -12,7 +12,9 @@ import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.report.run_history import read_history
 from recipe.atropos.run.status import RunReader, find_run, measure_memory
+from recipe.atropos.utils.files import append_line
 from recipe.atropos.utils.process import start_time
 from recipe.atropos.utils.secret import environments_key
 
@@ -67,12 +69,30 @@ def test_state_of_a_resumed_run_before_its_next_step(tmp_path):
 
 
 def test_state_of_a_run_that_ended(tmp_path, ended):
-    files = make_run(tmp_path / "run", pid=ended)
-    assert read(files).state == "stopped"
+    files = make_run(tmp_path / "run", steps=20, pid=ended)
+    assert read(files).state == "stopped", "it was not evaluated last"
     files.summary.write_bytes(orjson.dumps({"finished_steps": 20}))
     assert read(files).state == "finished"
     files.config.write_text(files.config.read_text().replace("20", "30"))
     assert read(files).state == "stopped", "more steps are to be trained"
+
+
+def test_state_of_a_run_without_a_launcher_that_ended(tmp_path, ended):
+    """As ``replay`` leaves one: it has no services, and no evaluation after its last step."""
+    for steps, state in ((19, "stopped"), (20, "finished")):
+        files = make_run(tmp_path / state, steps=steps, pid=ended)
+        files.services.unlink()
+        assert read(files).state == state and read_history(files.path).finished == (state == "finished")
+
+
+def test_held_out_scores_are_percent_only_if_all_are_shares(tmp_path):
+    """Whichever of the environments was evaluated last."""
+    files = make_run(tmp_path / "run")
+    for env, main in (("a", "accuracy"), ("b", "mean_score")):
+        append_line(files.evaluations, {"step": 4, "env": env, "metrics": {main: 0.5}, "main": main})
+        assert read(files).heldout_share == (env == "a")
+    append_line(files.evaluations, {"step": 8, "env": "a", "metrics": {"accuracy": 0.5}, "main": "accuracy"})
+    assert not read(files).heldout_share
 
 
 def test_state_of_a_killed_launcher_whose_pid_was_reused(tmp_path):

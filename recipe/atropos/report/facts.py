@@ -83,7 +83,7 @@ def state(history: History) -> str:
         return "finished"
     if history.host:
         return f"running on {history.host}, as far as its files say"
-    return "running" if history.running else "stopped before its last step"
+    return "running" if history.running else "stopped before it was finished"
 
 
 def dropped(history: History) -> list[dict[str, Any]]:

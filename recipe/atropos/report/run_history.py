@@ -16,6 +16,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES, ItemCounts, read_metrics
+from recipe.atropos.run.status import is_finished
 from recipe.atropos.utils.files import read_json, read_lines, read_yaml
 from recipe.atropos.utils.secret import HIDDEN, without_secrets
 
@@ -63,7 +64,7 @@ class History:
 
     @property
     def finished(self) -> bool:
-        return bool(self.lines) and self.total_steps is not None and self.steps >= self.total_steps
+        return is_finished(self.run, self.steps, self.total_steps)
 
     @cached_property
     def started(self) -> float | None:

@@ -26,7 +26,7 @@ import psutil
 from cachetools import TTLCache, cached
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run.evaluations import heldout_scores, read_evaluations
+from recipe.atropos.run.evaluations import held_out, heldout_scores, is_accuracy, read_evaluations
 from recipe.atropos.run.folder import LAUNCHER, Holder, RunDir
 from recipe.atropos.run.record import SCORES, left_open
 from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_yaml
@@ -86,6 +86,12 @@ def _started(path: Path) -> float:
     return holder.started if holder else path.stat().st_mtime
 
 
+def is_finished(files: RunDir, steps: int, total: int | None) -> bool:
+    """Return whether a run that has trained ``steps`` has ended as planned: with a launcher, evaluated last as well."""
+    planned = total is not None and steps >= total
+    return planned and (not files.services.exists() or read_json(files.summary, {}).get("finished_steps", 0) >= total)
+
+
 @dataclass(frozen=True)
 class ServiceStatus:
     """One service. ``health``: "ok", "waits", "down", "ended" (with the run) or "unknown"; ``detail``: a few words, or
@@ -110,7 +116,7 @@ class Memory:
 @dataclass(frozen=True)
 class RunStatus:
     """State of a run at one moment. ``series``: values of each step, by name, see ``RunReader``, NaN where it has none;
-    ``heldout``: mean held-out score by step, ``heldout_metric`` its name; ``last``: the newest line of
+    ``heldout``: mean held-out score by step, ``heldout_share``: of correct answers; ``last``: the newest line of
     ``metrics.jsonl``; ``alarms``: lines of ``alarms.jsonl`` that are raised now, newest first; ``diagnosis``: the
     Trajectory API's /diagnose.
     """
@@ -123,7 +129,7 @@ class RunStatus:
     max_staleness: int | None = None
     series: dict[str, list[float]] = field(default_factory=dict)
     heldout: dict[int, float] = field(default_factory=dict)
-    heldout_metric: str = ""
+    heldout_share: bool = False
     last: dict[str, Any] = field(default_factory=dict)
     seconds_per_step: float | None = None
     services: tuple[ServiceStatus, ...] = ()
@@ -177,7 +183,7 @@ class RunReader:
         total = trainer.get("total_training_steps")
         state = self._state(holder, listing, total)
         services, diagnosis = self._read_services(listing or {}, config, state) if state in ALIVE else ((), None)
-        evaluations = read_evaluations(self.files.path)
+        evaluations = held_out(read_evaluations(self.files.path)).values()
         return RunStatus(
             directory=self.files.path,
             state=state,
@@ -187,7 +193,7 @@ class RunReader:
             max_staleness=trainer.get("atropos", {}).get("max_staleness"),
             series={name: [row[name] for row in self._rows] for name in _SERIES},
             heldout=heldout_scores(self.files.path),
-            heldout_metric=next((line["main"] for line in reversed(evaluations) if line.get("main")), ""),
+            heldout_share=all(is_accuracy(each[0].metric) for each in evaluations),
             last=self._last,
             seconds_per_step=self._pace(),
             services=services,
@@ -215,13 +221,13 @@ class RunReader:
     def _state(self, holder: Holder | None, listing: dict[str, Any] | None, total: int | None) -> str:
         """``listing``: {} once a launcher has ended its services, with ``ending`` while it does; None before it starts
         any, or without a launcher."""
-        step, finished = self._last.get("step", 0), read_json(self.files.summary, {}).get("finished_steps", 0)
+        step = self._last.get("step", 0)
         if holder is not None and holder.is_here and holder.lives():
             stopping = (listing or {}).get(LAUNCHER, {}).get("ending", False)
             if stopping or (total is not None and step >= total):
                 return ENDING
             return RUNNING if self._last.get("time", 0) > holder.started else STARTING
-        if finished and finished >= (total or 0):
+        if is_finished(self.files, step, total):
             return FINISHED
         if holder is not None and not holder.is_here and listing != {}:
             return ELSEWHERE

@@ -21,7 +21,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.run.evaluations import is_accuracy
 from recipe.atropos.run.status import ELSEWHERE, KILLED, STARTING, RunStatus
 from recipe.atropos.utils.files import printable
 
@@ -95,7 +94,7 @@ class Dashboard:
             yield "step", _steps(status, width, ascii_only)
             yield "score", _curve(series["score"], width, "+.3f", ascii_only)
         if status.heldout:
-            form = ".1%" if is_accuracy(status.heldout_metric) else ".4g"
+            form = ".1%" if status.heldout_share else ".4g"
             yield "held-out", _curve(list(status.heldout.values()), width, form, ascii_only)
         yield from _alarms(status, width, self.whole)
         if status.step:

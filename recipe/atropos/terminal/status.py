@@ -18,7 +18,7 @@ from recipe.atropos.utils.files import read_json
 
 RUN_HELP = "folder of a run, or its name below runs/; default: the run that started last"
 _TOLD = {
-    STOPPED: "ended before its last step; the command that started it resumes it",
+    STOPPED: "ended before it was finished; the command that started it resumes it",
     KILLED: "its launcher was killed or the machine was restarted; the command that started it resumes it",
 }
 

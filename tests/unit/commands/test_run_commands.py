@@ -111,6 +111,7 @@ def test_status_exits_with_0_if_the_run_goes_on_or_has_finished(held, capsys):
     process.kill()
     process.wait(10)
     assert main(["status", str(files.path)]) == 1 and "resumes it" in told(capsys)
+    write_lines(files.metrics, [metrics_line(step) for step in range(1, 21)])
     files.summary.write_bytes(orjson.dumps({"finished_steps": 20, "steps": 20}))
     assert main(["status", str(files.path)]) == 0 and "run finished" in told(capsys)
 
@@ -127,7 +128,7 @@ def test_attach_follows_a_run_to_its_end(held, capsys):
     threading.Thread(target=end).start()
     assert main(["attach", str(files.path)]) == 1
     text = told(capsys)
-    assert "step 11/20 score +0.500" in text and "ended before its last step" in text
+    assert "step 11/20 score +0.500" in text and "ended before it was finished" in text
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_run_of_this_machine_is_held_under_its_name(tmp_path):
 def test_names_like_markup_are_printed_as_they_are(tmp_path, monkeypatch, capsys):
     """Of a run, a service and an environment; the launcher's lines, a finished run's table and the list of logs."""
     monkeypatch.setenv("COLUMNS", "200")
-    files = make_run(tmp_path / "run [a] :bug:", started=1e9)
+    files = make_run(tmp_path / "run [a] :bug:", steps=20, started=1e9)
     files.logs.mkdir()
     files.log("[b]").write_text("[c] :bug:\n")
     found = {"metric": "score", "before": 0.25, "after": 0.5}

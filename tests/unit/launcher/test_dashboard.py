@@ -24,7 +24,7 @@ def status(tmp_path):
         last=found.last | {"time": time.time()},
         state="running",
         heldout={0: 0.25, 10: 0.75},
-        heldout_metric="eval/percent_correct",
+        heldout_share=True,
         services=(
             ServiceStatus("api", "ok"),
             ServiceStatus("sglang", "ok", "12 requests"),

@@ -39,4 +39,4 @@ def test_the_page_of_a_failure_says_that_the_run_stopped(tmp_path):
     with run.lock():
         write_page_of_failure(run)
     page = run.report.read_text()
-    assert '"state":"stopped before its last step"' in page and "Stopped at step 30 of 60." in page
+    assert '"state":"stopped before it was finished"' in page and "Stopped at step 30 of 60." in page

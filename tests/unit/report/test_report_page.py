@@ -135,7 +135,7 @@ def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
     def said(name, **holder):
         return describe(read_history(make_run(tmp_path / name, **holder).path), tokens=False)["state"]
 
-    stopped = "stopped before its last step"
+    stopped = "stopped before it was finished"
     assert said("alive") == "running" and said("reused", started=1.0) == stopped
     launcher = {"pid": os.getpid(), "started": 1.0}
     assert said("killed", started=1.0, launcher=launcher) == stopped
