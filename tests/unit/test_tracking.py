@@ -53,7 +53,7 @@ def test_overview_metrics_and_samples_are_tracked(config, tmp_path):
     assert [event.value for event in events.Scalars("a_overview/score")] == pytest.approx([0.1, 0.2])
     assert [event.step for event in events.Scalars("actor/entropy")] == [1, 2]
     (text,) = events.Tensors("a_overview/samples/text_summary")[0].tensor_proto.string_val
-    assert text.decode().count("1 + 1 = ?") == 7 and "answer 18" in text.decode(), "evenly spread over the batch"
+    assert text.decode().count("1 + 1 = ?") == 8 and "answer 17" in text.decode(), "evenly spread over the batch"
 
 
 def test_tensorboard_has_a_step_that_is_trained_again_once(config, tmp_path):

@@ -184,8 +184,8 @@ def _name_wandb_run(run: RunDir, resumed: bool) -> None:
 
 def _spread(rollouts: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """Return ``_SAMPLES`` of the rollouts, evenly spread over the batch, with the values of ``_COLUMNS``."""
-    every = max(1, -(-len(rollouts) // _SAMPLES))
-    return [[line[column] for column in _COLUMNS] for line in rollouts[::every]]
+    kept = min(_SAMPLES, len(rollouts))
+    return [[rollouts[place * len(rollouts) // kept][column] for column in _COLUMNS] for place in range(kept)]
 
 
 def _log_samples(name: str, tracker: Any, step: int, samples: list[list[Any]]) -> None:
