@@ -29,7 +29,7 @@ COMMANDS = {
         "predict what advantages for each turn save, or measure it on a recorded step (--run)",
     ),
     "verify-env": ("commands.verify_env", "roll out one group with a real server, and show what each side saw"),
-    "cluster": ("commands.cluster", "check the nodes of a Ray cluster, or print a job for SLURM"),
+    "cluster": ("commands.cluster", "check the nodes of a Ray cluster, or print a job for SLURM, SkyPilot or KubeRay"),
     "doctor": ("commands.doctor", "check this machine's installation, without starting anything"),
 }
 _USAGE = "usage: verl-atropos COMMAND [options]; COMMAND --help lists a command's options\n\n" + "\n".join(

@@ -29,7 +29,7 @@ describe() {
       variants=(once) ;;
     ref-offload)
       package=verl versions="to 0.9.1 (verl pull request 7182 is open)"
-      about="the reference policy is offloaded whatever param_offload says; not needed here: verl_ext/engines.py chooses without it"
+      about="the reference policy is offloaded whatever param_offload says; this recipe needs no patch (verl_ext/engines.py), other programs on verl do"
       variants=(engine workers) ;;
     flush-cache)
       package=sglang versions="to 0.5.12; 0.5.23 reports the failure"

@@ -132,7 +132,7 @@ def test_patches_that_our_versions_need_are_open_upstream():
         and "verl 0.9.1: workers/engine/fsdp/transformer_impl.py: needed" in output
         and "sglang is not installed" in output
     ), output
-    assert "not needed here: verl_ext/engines.py" in output
+    assert "this recipe needs no patch (verl_ext/engines.py)" in output
 
 
 def test_patched_flush_that_fails_pauses_the_engine(package):

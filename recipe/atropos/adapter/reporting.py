@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _SECONDS = 5.0  # between two lines, if there is something new
 _SILENCE = 60.0  # s in which items end but nothing is sent, until it is logged
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0  # s before each item of an environment that sends nothing
-_REASONS = ("not_sent/", "failed/", "retried/")
+_REASONS = ("not_sent/", "failed/", "retried/", "sessions/failed/")
 
 
 @dataclass

@@ -26,8 +26,14 @@ from recipe.atropos.utils.hosts import joins_cluster
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("check", "sbatch", "skypilot", "kuberay"))
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes that there must be")
-    parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for them to join Ray")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the cluster; default: %(default)s")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long to wait until they have joined; default: %(default)g",
+    )
     add_options(parser)
 
 

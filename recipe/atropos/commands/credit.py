@@ -74,9 +74,11 @@ def main(argv: Sequence[str]) -> int:
         return microscope.main(argv)
     parser = argparse.ArgumentParser(prog="verl-atropos credit", description="Measure the noise of a step's gradient.")
     parser.add_argument("--run", required=True, help="folder of a run, or its name below runs/")
-    parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=64, help="the whole groups among so many, on the CPU")
-    parser.add_argument("--model", help="the policy, by default the one that the run began with")
+    parser.add_argument("--step", type=int, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--rows", type=int, default=64, help="sequences to measure on, in whole groups; default: %(default)s"
+    )
+    parser.add_argument("--model", help="the policy; default: the one that the run began with")
     options = parser.parse_args(argv)
     measure(find_run(options.run), options.step, options.rows, options.model)
     return 0

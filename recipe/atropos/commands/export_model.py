@@ -11,9 +11,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="that of this checkpoint; default: the newest")
+    which.add_argument("--step", type=int, help="the checkpoint of this step; default: the newest")
     which.add_argument("--best", action="store_true", help="the checkpoint with the best held-out score")
-    parser.add_argument("--out", type=Path, help="folder to write; default: RUN/model, of an older step RUN/model-STEP")
+    parser.add_argument(
+        "--out", type=Path, help="folder to write; default: RUN/model, RUN/model-STEP for an older step, or RUN/adapter"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")

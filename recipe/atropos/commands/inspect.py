@@ -76,8 +76,9 @@ def show(files: RunDir, step: int, group: int, sequence: int, table: bool, conso
         f"advantages: {origin_of_advantages(config, rows, row)}",
         markup=False,
     )
-    legend = Text("grey: not trained on; green / red: advantage above / below 0; underlined: logprob under ")
-    console.print(legend.append(f"{UNLIKELY:g}"))
+    console.print(
+        f"gray: not trained on; green / red: advantage above / below 0; underlined: logprob under {UNLIKELY:g}"
+    )
     console.print(Text.assemble(*((printable(token["text"]), style_of(token, largest)) for token in tokens)))
     if table:
         console.print(token_table(tokens, ["logprob", "advantage"], lambda token: style_of(token, largest)))
@@ -124,9 +125,9 @@ def _said(who: str, text: str, style: str) -> Text:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
-    parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--group", type=int, default=0, help="its place in the batch")
-    parser.add_argument("--sequence", type=int, default=0)
+    parser.add_argument("--step", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--group", type=int, default=0, help="its place in the batch, from 0")
+    parser.add_argument("--sequence", type=int, default=0, help="its place in the group, from 0")
     parser.add_argument("--table", action="store_true", help="also one line per token")
     parser.add_argument(
         "--sessions", action="store_true", help=f"list the newest {_SESSIONS} sessions of agents instead"

@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from recipe.atropos.config.compose import add_options, compose_overrides
-from recipe.atropos.config.models import check_model
+from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model
 from recipe.atropos.config.transports import gpu_transport
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
@@ -103,20 +103,20 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
 
 def _on_meta(config: DictConfig) -> PreTrainedModel:
     settings = config.actor_rollout_ref.model
+    if settings.path in SMALL_POLICIES:
+        raise ConfigurationError(
+            f"{MODEL_KEY}={settings.path}: a small policy for a CPU, made when the run starts; give --model"
+        )
     check_model(settings.path)  # transformers would ask a hub that cannot be reached for minutes
     try:
         found = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"actor_rollout_ref.model.path={settings.path}: its configuration cannot be read: {error}"
-        ) from error
+        raise ConfigurationError(f"{MODEL_KEY}={settings.path}: its configuration cannot be read: {error}") from error
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(found, dtype=_COMPUTED, attn_implementation="sdpa")
     except ValueError as error:
-        raise ConfigurationError(
-            f"actor_rollout_ref.model.path={settings.path}: only language models are planned: {error}"
-        ) from error
+        raise ConfigurationError(f"{MODEL_KEY}={settings.path}: only language models are planned: {error}") from error
 
 
 def parameters_of(model: torch.nn.Module) -> int:
@@ -293,11 +293,10 @@ def _problems(config: DictConfig, trainer: TrainerPlan, server: ServerPlan, memo
     room, colocated = int(_LARGEST_SHARE * memory), config.inference.colocated
     kept = _KEPT_BY_SERVERS if colocated else 0
     if trainer.peak + kept > room:
-        parts = trainer.parts
-        largest = max(parts, key=parts.__getitem__)
+        largest = max(trainer.parts, key=trainer.parts.__getitem__)
         yield (
             f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
-            f"({parts[largest] / GIB:.1f}); {_CHANGES[largest]}"
+            f"({trainer.parts[largest] / GIB:.1f}); {_CHANGES[largest]}"
         )
     if colocated and trainer.resident + server.weights + server.cache + kept > room:
         total = (trainer.resident + server.weights + server.cache + kept) / GIB
@@ -334,7 +333,7 @@ def show(plan: Plan, console: Console) -> None:
     table = Table("of each GPU", "GiB", box=None)
     rows = {f"trainer: {name}": value for name, value in plan.trainer.parts.items() if value} | {
         "trainer: while servers generate": plan.trainer.resident,
-        "trainer: largest moment": plan.trainer.peak,
+        "trainer: peak": plan.trainer.peak,
         "server: weights": plan.server.weights,
         f"server: KV cache, {plan.server.tokens:,} tokens": plan.server.cache,
         "the GPU": plan.memory,
@@ -356,7 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if everything fits."""
-    config = plan_run(compose_overrides(given)).config
-    found = plan_memory(config, None if given.gpu_memory is None else int(given.gpu_memory * GIB))
+    memory = None if given.gpu_memory is None else int(given.gpu_memory * GIB)
+    found = plan_memory(plan_run(compose_overrides(given)).config, memory)
     show(found, Console(highlight=False))
     return 1 if found.problems else 0

@@ -12,8 +12,8 @@ from recipe.atropos.run.status import find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="folder of a run, or its name below runs/")
-    parser.add_argument("other", nargs="?", help="a run to compare it with")
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
+    parser.add_argument("other", metavar="OTHER", nargs="?", help="a run to compare it with")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the folder of the run")
 
 

@@ -265,7 +265,7 @@ def _show_rows(result: Verified, console: Console, tokenizer: Any, table: bool) 
     if not result.rows:
         console.print("no row")
         return
-    console.print("grey: not trained on; green: trained on")
+    console.print("gray: not trained on; green: trained on")
     for number, row in enumerate(result.rows):
         console.print(
             f"row {number} of group {row.uid}: score {row.score:g}, {len(row.prompt)} tokens of prompt, "
@@ -304,7 +304,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", required=True, help="MODULE:Class, FILE.py or FILE.py:Class")
     parser.add_argument("--model", help="folder or name of the policy; default: the environment's own tokenizer")
     parser.add_argument("--url", help="its SGLang server or gateway; default: the environment's own")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds, over all of it")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for the whole check; default: %(default)g"
+    )
     parser.add_argument("--table", action="store_true", help="also one line per token")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the environment's configuration")
 

@@ -255,14 +255,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m recipe.atropos credit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8], help="right decisions of an episode")
-    parser.add_argument("--slack", type=float, nargs="+", default=[1.0], help="wrong ones that are forgiven, a step")
-    parser.add_argument("--solved", type=float, default=0.1, help="success of the first policy")
-    parser.add_argument("--skills", type=int, default=8, help="of which each step needs one")
-    parser.add_argument("--group-size", type=int, default=8, help="episodes of a group")
-    parser.add_argument("--groups", type=int, default=300, help="estimates of the gradient for each rule")
-    parser.add_argument("--seeds", type=int, default=3, help="training runs for each rule and learning rate")
-    parser.add_argument("--plot", type=Path, help="draw the column samples into this file, .png or .svg")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[1, 4, 8], help="right decisions that an episode needs; default: 1 4 8"
+    )
+    parser.add_argument(
+        "--slack", type=float, nargs="+", default=[1.0], help="wrong decisions forgiven for each step; default: 1"
+    )
+    parser.add_argument(
+        "--solved", type=float, default=0.1, help="success rate of the first policy; default: %(default)s"
+    )
+    parser.add_argument("--skills", type=int, default=8, help="number of skills; default: %(default)s")
+    parser.add_argument("--group-size", type=int, default=8, help="episodes of a group; default: %(default)s")
+    parser.add_argument(
+        "--groups", type=int, default=300, help="groups sampled for each rule's gradient; default: %(default)s"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="training runs for each rule and learning rate; default: %(default)s"
+    )
+    parser.add_argument("--plot", type=Path, help="draw the column samples into this .png or .svg file")
     options = parser.parse_args(argv)
     for name, (low, high) in _OPTIONS.items():
         if not low <= np.min(given := getattr(options, name)) <= np.max(given) <= high:

@@ -297,10 +297,15 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m recipe.atropos.inference.gateway",
         description=f"One address for several SGLang servers; ${API_KEY_VARIABLE} guards it if set.",
     )
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--servers", required=True, help="their URLs, without /v1, comma-separated")
-    parser.add_argument("--max-wait", type=float, default=600.0, help="seconds that a request may wait for a server")
+    parser.add_argument(
+        "--max-wait",
+        type=float,
+        default=600.0,
+        help="seconds that a request may wait for a server; default: %(default)g",
+    )
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # Each request holds two open files, and at their limit every server would look dead.

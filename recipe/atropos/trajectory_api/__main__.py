@@ -20,15 +20,38 @@ _COMMANDS = {"list": records.list_all, "show": records.show, "export": records.e
 
 def _serve(arguments: list[str]) -> None:
     default = Settings(Path())
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Serve; or: list, show, export, import --help.")
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Serve the groups of environments as batches. Other commands: list, show, export, import.",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a secret")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the store; created if it is missing")
     parser.add_argument("--secret-file", help="file of mode 0600 with the secret; default: $ATROPOS_API_KEY")
-    parser.add_argument("--durability", choices=[*SYNCHRONOUS], default=default.durability, help="normal: as docs say")
-    parser.add_argument("--retention", choices=["all", "committed"], default=default.retention)
-    parser.add_argument("--queue-tokens", type=int, default=default.queue_tokens, help="from which posts are slowed")
-    parser.add_argument("--hold-seconds", type=float, default=default.hold_seconds, help="by at most so much each")
+    parser.add_argument(
+        "--durability",
+        choices=[*SYNCHRONOUS],
+        default=default.durability,
+        help="normal (default): stored groups survive a kill of the server; full: of the machine too; none: neither",
+    )
+    parser.add_argument(
+        "--retention",
+        choices=["all", "committed"],
+        default=default.retention,
+        help="committed: delete the batches that are in a durable checkpoint; default: all",
+    )
+    parser.add_argument(
+        "--queue-tokens",
+        type=int,
+        default=default.queue_tokens,
+        help="tokens in the queue above which posts are answered late; default: %(default)s",
+    )
+    parser.add_argument(
+        "--hold-seconds",
+        type=float,
+        default=default.hold_seconds,
+        help="longest delay of such an answer, in seconds; default: %(default)s",
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     settings = Settings(

@@ -14,6 +14,7 @@ import hmac
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -140,4 +141,4 @@ def secret_variables(flags: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(environments_key(os.environ[API_KEY_VARIABLE]))
+    print(environments_key(os.environ.get(API_KEY_VARIABLE) or sys.exit(f"error: ${API_KEY_VARIABLE} is not set")))

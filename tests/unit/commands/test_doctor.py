@@ -202,6 +202,11 @@ def test_doctor_names_a_python_that_the_pins_exclude(monkeypatch):
     assert not found.ok and "make env PYTHON=python3.11" in found.message
 
 
+def test_plan_of_a_small_policy_asks_for_a_model():
+    with pytest.raises(SystemExit, match="path=small-policy-code: a small policy for a CPU.*give --model"):
+        main(["plan", "--preset", "code", "--gpu-memory", "80"])
+
+
 @pytest.mark.parametrize("command", ["doctor", "plan"])
 def test_doctor_and_plan_take_the_options_of_train(command, tmp_path, capsys):
     """A mistake in each is told as by train, which is how one sees that all of them were read."""

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from helpers.agents import adds
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.sessions.client import Opened
@@ -54,6 +56,13 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
     )
     found = {name: n for name, n in env.report.counts.items() if name.startswith("sessions/")}
     return {name.removeprefix("sessions/"): n for name, n in found.items()}
+
+
+def test_program_that_always_fails_is_told_with_its_cause():
+    env = SimpleNamespace(report=EnvReport("program"))
+    env.report.count("sessions/failed/exit_status", 4)
+    with pytest.raises(SessionFailed, match="all 2 sessions of the evaluation failed: sessions/failed/exit_status 4"):
+        ProgramEnv.eval_summary(env, [{"item": 1}, {"item": 2}])
 
 
 def printed(command):

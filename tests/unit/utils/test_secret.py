@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 
 import pytest
 import ray
@@ -47,6 +48,15 @@ OTHERS = """
 tokenizer stop_token_ids pad_token_id eos_token distill_token_ids sort_key pad_token max_tokens
 token_level_scores key
 """
+
+
+def test_secret_of_environments_is_printed_or_asked(monkeypatch, capsys):
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    runpy.run_module("recipe.atropos.utils.secret", run_name="__main__")
+    assert capsys.readouterr().out == f"{environments_key(KEY)}\n"
+    monkeypatch.delenv(API_KEY_VARIABLE)
+    with pytest.raises(SystemExit, match=f"error: .{API_KEY_VARIABLE} is not set"):
+        runpy.run_module("recipe.atropos.utils.secret", run_name="__main__")
 
 
 def test_secret_settings_are_known_by_name():
