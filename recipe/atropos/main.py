@@ -29,7 +29,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.files import DiskFull
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, decide_device, platform_variables, visible_gpus
-from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
+from recipe.atropos.utils.hosts import cluster_address, interface_variables, is_this_host
 from recipe.atropos.utils.importing import gc_disabled
 from recipe.atropos.verl_ext.attention import set_attention
 
@@ -92,7 +92,7 @@ def _train(config: DictConfig) -> None:
         from recipe.atropos.utils.local_ray import keep_logs, start_ray
         from recipe.atropos.verl_ext.driver import omega_conf_to_dataclass
 
-    if not joins_cluster(config.ray_kwargs.ray_init):
+    if not cluster_address(config.ray_kwargs.ray_init):
         os.environ |= scratch.current().variables()
         if all(is_this_host(url) for url in config.inference.urls):
             os.environ |= interface_variables()
@@ -116,7 +116,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env
 
     init: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init)
-    if not joins_cluster(init) and config.trainer.device == "cuda" and config.trainer.nnodes == 1:
+    if not cluster_address(init) and config.trainer.device == "cuda" and config.trainer.nnodes == 1:
         init.setdefault("num_gpus", min(config.trainer.n_gpus_per_node, visible_gpus()))  # the others are the servers'
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}
     own = {name: os.environ[name] for name in platform_variables(config)}

@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+from unittest.mock import Mock
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
@@ -65,9 +66,19 @@ def test_defects_keep_their_traceback(error):
 
 
 def test_errors_of_a_start_of_ray_are_expected(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1,2")  # where no cluster can be
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("recipe.atropos.utils.local_ray._keep_private", lambda: None)
+    monkeypatch.setattr("ray.init", lambda **_: 1 / 0)
     with pytest.raises(AtroposError, match="^ray_kwargs.ray_init: Ray did not start: [^\n]+$"):
         start_ray(num_cpus=1)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "127.0.0.1:1,2"])
+def test_errors_of_a_missing_cluster_come_at_once(monkeypatch, address):
+    """Ray itself would try for more than ten minutes."""
+    monkeypatch.setattr("ray.init", Mock(side_effect=AssertionError))
+    with pytest.raises(AtroposError, match=f"the cluster at {address} cannot be joined: (ConnectionRefused|Value)"):
+        start_ray(address=address)
 
 
 def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.run_plan import names_model, plan_run
-from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.hosts import cluster_address
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
         ConfigurationError: no cluster is joined.
     """
     config = plan_run([*overrides, *([] if names_model(overrides) else [f"{MODEL_KEY}=model"])]).config
-    if not joins_cluster(config.ray_kwargs.ray_init):
+    if not cluster_address(config.ray_kwargs.ray_init):
         raise ConfigurationError("no Ray cluster is joined: set ray_kwargs.ray_init.address=HEAD:6379, or RAY_ADDRESS")
     from recipe.atropos.launcher.cluster_check import check_nodes, wait_for_nodes
     from recipe.atropos.utils.local_ray import start_ray

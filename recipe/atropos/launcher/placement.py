@@ -1,7 +1,6 @@
 """Where servers and environments run; which GPUs the servers get, and whether there are enough."""
 
 import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python
 from recipe.atropos.utils.gpus import visible_gpus
-from recipe.atropos.utils.hosts import is_this_host, joins_cluster, reachable
+from recipe.atropos.utils.hosts import cluster_address, is_this_host, reachable
 from recipe.atropos.utils.machine import gpu_memory
 from recipe.atropos.utils.private_process import is_loopback
 
@@ -34,7 +33,7 @@ def place_servers(config: DictConfig) -> str | None:
     """
     inference = config.inference
     if inference.placement is None:
-        several = config.trainer.nnodes > 1 and joins_cluster(config.ray_kwargs.ray_init)
+        several = config.trainer.nnodes > 1 and cluster_address(config.ray_kwargs.ray_init)
         inference.placement = "ray" if several else "launcher"
     if inference.placement == "ray":
         return _place_by_ray(config)
@@ -68,7 +67,7 @@ def place_servers(config: DictConfig) -> str | None:
 
 def _place_by_ray(config: DictConfig) -> str:
     inference, arguments = config.inference, sglang_flags(config.inference.args)
-    if not joins_cluster(config.ray_kwargs.ray_init):
+    if not cluster_address(config.ray_kwargs.ray_init):
         raise ConfigurationError(
             "inference.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS"
         )
@@ -94,7 +93,7 @@ def check_environments_placement(config: DictConfig, specs: Iterable[Environment
     if placed is None:
         return
     key = f"{placed.key}.placement=ray"
-    if not joins_cluster(config.ray_kwargs.ray_init):
+    if not cluster_address(config.ray_kwargs.ray_init):
         raise ConfigurationError(f"{key}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS")
     if placed.python is not None:
         raise ConfigurationError(f"{key}: other nodes do not prepare {placed.key}.python; leave one of them out")
@@ -108,17 +107,9 @@ def check_environments_placement(config: DictConfig, specs: Iterable[Environment
 
 def _ranks_here(config: DictConfig) -> int:
     """Return how many GPUs the trainer uses on this machine; 0 if none, or if all may be on other machines."""
-    ray_init = config.ray_kwargs.ray_init
-    joined = joins_cluster(ray_init)
-    elsewhere = config.trainer.nnodes > 1 or (joined and not is_this_host(_cluster(ray_init)))
-    return 0 if elsewhere or config.trainer.device == "cpu" else config.trainer.n_gpus_per_node
-
-
-def _cluster(ray_init: DictConfig) -> str:
-    """Return a URL of the Ray cluster to join; "auto" means one with a node on this machine."""
-    address = str(ray_init.get("address") or "auto")
-    address = os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
-    return f"ray://{'127.0.0.1' if address == 'auto' else address.rpartition('://')[2]}"
+    address = cluster_address(config.ray_kwargs.ray_init) or "auto"  # "auto": a cluster with a node on this machine
+    here = config.trainer.nnodes == 1 and (address == "auto" or is_this_host(f"ray://{address.rpartition('://')[2]}"))
+    return 0 if not here or config.trainer.device == "cpu" else config.trainer.n_gpus_per_node
 
 
 def on_gpus(config: DictConfig, arguments: dict[str, Any], number: int) -> dict[str, Any]:

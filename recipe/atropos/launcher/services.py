@@ -27,7 +27,7 @@ from recipe.atropos.run.folder import LAUNCHER, LOCK_VARIABLE
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import FolderRemoved, bound_log, write_json
-from recipe.atropos.utils.hosts import interface_variables, is_this_host, joins_cluster
+from recipe.atropos.utils.hosts import cluster_address, interface_variables, is_this_host
 from recipe.atropos.utils.process import LocalService, Service, start_service, start_time, stop_all
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.utils.secret import environments_key
@@ -134,7 +134,7 @@ class Run:
         if (
             config
             and config.trainer.nnodes == config.inference.args.get("nnodes", 1) == 1
-            and not joins_cluster(config.ray_kwargs.ray_init)
+            and not cluster_address(config.ray_kwargs.ray_init)
             and is_this_host(f"http://{config.inference.host}")
         ):
             variables |= interface_variables()

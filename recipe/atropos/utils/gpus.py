@@ -17,7 +17,7 @@ import subprocess
 from omegaconf import DictConfig
 
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.hosts import cluster_address
 
 PLATFORM_VARIABLE = "VERL_PLATFORM"
 """verl's environment variable for the platform of a process: "nvidia" or "cpu", among others."""
@@ -84,7 +84,7 @@ def decide_device(config: DictConfig) -> None:
     """
     if config.trainer.device == "auto":
         platform = os.environ.get(PLATFORM_VARIABLE)
-        on_gpus = platform != "cpu" if platform else visible_gpus() or joins_cluster(config.ray_kwargs.ray_init)
+        on_gpus = platform != "cpu" if platform else visible_gpus() or cluster_address(config.ray_kwargs.ray_init)
         config.trainer.device = "cuda" if on_gpus else "cpu"
 
 

@@ -59,15 +59,15 @@ def interface_variables(own: str = "127.0.0.1") -> dict[str, str]:
     return {}
 
 
-def joins_cluster(ray_init: Mapping[str, Any]) -> bool:
-    """Return whether ``ray.init`` with these options joins an existing cluster.
+def cluster_address(ray_init: Mapping[str, Any]) -> str | None:
+    """Return the address of the existing cluster that ``ray.init`` joins with these options; None if it joins none.
 
     As in Ray, RAY_ADDRESS counts only if the options have no address, or "auto".
     """
     address = ray_init.get("address")
     if address in (None, "auto"):
         address = os.environ.get("RAY_ADDRESS") or address
-    return address not in (None, "local")
+    return None if address == "local" else address
 
 
 def without_proxy(environment: Mapping[str, str], *hosts: str | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ Guarantees, unless a cluster is joined (RAY_ADDRESS, or ``ray_kwargs.ray_init.ad
 import os
 import secrets
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ray._private import ray_constants
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, secondary_errors
 from recipe.atropos.utils import scratch
-from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.hosts import cluster_address
 
 _OLDEST = "2.55"  # as in pyproject.toml
 
@@ -29,14 +30,21 @@ def start_ray(**options: Any) -> None:
         ConfigurationError: this Ray has no token authentication.
         AtroposError: Ray did not start, or the cluster rejected this process.
     """
-    if not joins_cluster(options):
+    address = cluster_address(options)
+    if address is None:
         _keep_private()
         options = {"_temp_dir": str(scratch.current().folder / "ray"), **options, "address": "local"}
     try:
+        if address and ":" in address:  # where nothing listens, Ray tries for more than ten minutes
+            host, port = address.rpartition("://")[2].rsplit(":", 1)
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(**options)
     except Exception as error:  # a bare one too, if the node is not up within Ray's 30 seconds
         reason = " ".join(str(error).split())
-        raise AtroposError(f"ray_kwargs.ray_init: Ray did not start: {type(error).__name__}: {reason}") from error
+        raise AtroposError(
+            f"ray_kwargs.ray_init: {f'the cluster at {address} cannot be joined' if address else 'Ray did not start'}: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
 
 
 def _keep_private() -> None:

@@ -31,7 +31,7 @@ from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
-from recipe.atropos.utils.hosts import joins_cluster
+from recipe.atropos.utils.hosts import cluster_address
 from recipe.atropos.utils.private_process import is_loopback
 from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
@@ -123,7 +123,7 @@ class ActorGroup(LimitedWorkerGroup):
             # Placement group names are shared by all jobs of a Ray cluster.
             name=f"{config.run.name}_{uuid.uuid4().hex[:8]}_",
             timeout=trainer.ray_wait_register_center_timeout,
-            grows=joins_cluster(config.ray_kwargs.ray_init),
+            grows=cluster_address(config.ray_kwargs.ray_init) is not None,
         )
         self.pool.check_reach(config.inference.urls)
         super().__init__(
