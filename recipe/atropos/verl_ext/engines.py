@@ -17,6 +17,9 @@ copies (``merged_lora_context``). Here the model is not modified: sums are compu
   copies of them (``reshard_after_forward=false``), and a push that fails midway leaves nothing to restore;
 - every rank builds every tensor, because gathering is a collective.
 
+``ConfiguredOptimizer``: a resumed run has the learning rate, the schedule and the optimizer's other numbers from its
+configuration. verl takes those of the checkpoint, so that a change would be shown and have no effect.
+
 ``RowTemperature``: a separate temperature per row. verl's engine supports this, but verl's trainer overwrites the
 temperatures with one value for the whole batch.
 
@@ -75,6 +78,25 @@ class ConfiguredOffload:
             return super()._build_fsdp_module(module)
         finally:
             config.forward_only = True
+
+
+class ConfiguredOptimizer:
+    """Mixin; must precede one of verl's FSDP engines in the MRO."""
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint: weights, the optimizer's moments, and the schedule's position."""
+        configured = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        super().load_checkpoint(*args, **kwargs)
+        schedule = self.lr_scheduler
+        schedule.base_lrs = [group["initial_lr"] for group in configured]
+        for group, own, factor in zip(self.optimizer.param_groups, configured, schedule.lr_lambdas, strict=True):
+            group |= own | {"lr": own["initial_lr"] * factor(schedule.last_epoch)}
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule; return the learning rate of the update before, where verl returns that of the next."""
+        used: float = self.optimizer.param_groups[0]["lr"]
+        super().lr_scheduler_step()
+        return used
 
 
 class RowTemperature:
@@ -219,12 +241,12 @@ def _check_servable(module: torch.nn.Module) -> None:
 
 # verl looks for an engine of the vendor before its own, which is registered by device only.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
-class AtroposFSDPEngine(ConfiguredOffload, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
+class AtroposFSDPEngine(ConfiguredOffload, ConfiguredOptimizer, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
-class CPUFSDPEngine(RowTemperature, PushedWeights, FSDPEngineWithLMHead):
+class CPUFSDPEngine(ConfiguredOptimizer, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") over gloo. ``mixed_precision`` defaults to fp32 throughout."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:

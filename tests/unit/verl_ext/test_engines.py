@@ -1,17 +1,21 @@
-"""Which reference policy is offloaded: the real ``_build_fsdp_module``, up to where it would wrap the model."""
+"""Which reference policy is offloaded: the real ``_build_fsdp_module``, up to where it would wrap the model; and what a
+resumed optimizer has of the configuration.
+"""
 
+import copy
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffload
 from verl.utils.fsdp_utils import CPUOffloadPolicy
-from verl.workers.config import FSDPEngineConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.verl_ext.engines import AtroposFSDPEngine
+from recipe.atropos.verl_ext.engines import AtroposFSDPEngine, CPUFSDPEngine
 
 
 class Wrapped(Exception):
@@ -60,3 +64,52 @@ def test_on_an_nvidia_gpu_verl_chooses_the_engine_of_this_recipe(monkeypatch):
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "nvidia")
     for backend in ("fsdp", "fsdp2"):
         assert EngineRegistry.get_engine_cls("language_model", backend) is AtroposFSDPEngine
+
+
+def optimized(monkeypatch, steps, **settings):
+    """verl's optimizer and schedule of the engine as ``settings`` configure them; its engine loads from a dict."""
+    engine = CPUFSDPEngine.__new__(CPUFSDPEngine)
+    engine.optimizer_config = FSDPOptimizerConfig(total_training_steps=steps, **settings)
+    engine.rank, engine._is_offload_param, engine._is_offload_optimizer = 0, False, False
+    engine.optimizer = engine._build_optimizer(torch.nn.Linear(1, 1, bias=False))
+    engine.lr_scheduler = engine._build_lr_scheduler(engine.optimizer)
+    parts = {"optimizer": engine.optimizer, "lr_scheduler": engine.lr_scheduler}
+
+    def load(local_path, **_):
+        for name, part in parts.items():
+            part.load_state_dict(local_path[name])
+
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    engine.checkpoint_manager = SimpleNamespace(load_checkpoint=load)
+    engine.state = lambda: copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+    return engine
+
+
+def rates(engine, updates):
+    """The learning rates of so many updates: those that were used, and what the engine says that they were."""
+    used, told = [], []
+    for _ in range(updates):
+        [group] = engine.optimizer.param_groups
+        group["params"][0].grad = torch.ones(1, 1)
+        used.append(group["lr"])
+        engine.optimizer.step()
+        told.append(engine.lr_scheduler_step())
+    assert told == used
+    return used
+
+
+def test_a_resumed_optimizer_has_the_configured_numbers(monkeypatch):
+    """And of the checkpoint the moments, and the position in the schedule."""
+    cosine = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
+    first = optimized(monkeypatch, 10, lr=1.0, weight_decay=0.0, **cosine)
+    assert rates(first, 4) == pytest.approx([0.0, 0.5, 1.0, (1 + math.cos(math.pi / 8)) / 2])
+    other = optimized(monkeypatch, 6, lr=0.1, weight_decay=0.3, betas=(0.5, 0.6), **cosine)
+    other.load_checkpoint(first.state())
+    [group] = other.optimizer.param_groups
+    assert group["betas"] == (0.5, 0.6) and group["weight_decay"] == 0.3
+    moments = [next(iter(engine.optimizer.state.values()))["exp_avg"] for engine in (first, other)]
+    assert torch.equal(*moments) and moments[0].item() != 0
+    assert rates(other, 3) == pytest.approx([0.05, 0.1 * (1 + math.cos(3 * math.pi / 4)) / 2, 0.0], abs=1e-9)
+    same = optimized(monkeypatch, 10, lr=1.0, weight_decay=0.0, **cosine)
+    same.load_checkpoint(first.state())
+    assert rates(same, 6) == rates(first, 6)
