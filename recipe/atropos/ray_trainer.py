@@ -354,7 +354,9 @@ class RayGRPOAtroposTrainer:
 
     def _collect_metrics(self, batch: DataProto) -> None:
         rows = real_rows(batch)
-        self.metrics |= compute_data_metrics(rows, use_critic=False)
+        of_rows = compute_data_metrics(rows, use_critic=False)
+        # Responses are padded to the longest in the batch, which verl takes for the configured maximum.
+        self.metrics |= {name: value for name, value in of_rows.items() if not name.endswith("/clip_ratio")}
         self.metrics |= compute_timing_metrics(rows, self.timing_raw)
         self.metrics |= compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size)
         self.metrics |= compute_variance_proxy_metrics(rows, gradient_norm=self.metrics.get("actor/grad_norm"))
@@ -416,7 +418,7 @@ class RayGRPOAtroposTrainer:
         self.global_steps = self._saved_step = step_of(folder)
         logger.warning("resuming from %s", folder)
         state = load_verified(folder, "data.pt")
-        self.actor.load_checkpoint(str(folder / "actor"), del_local_after_load=trainer.del_local_ckpt_after_load)
+        self.actor.load_checkpoint(str(folder / "actor"))
         self.record.load_state_dict(state)
         self.checkpoints.go_on_from(folder)
         if not self.checkpoints.continues(trainer):

@@ -71,6 +71,21 @@ def test_survivors_the_newest_version_is_the_policys(trainer):
     assert trainer.record.totals.dropped == {"future_version": 1, "stale": 1}
 
 
+def test_metrics_of_rows_tell_no_length_of_the_batch_as_a_limit(trainer):
+    """verl's own ``clip_ratio`` would be the share of rows that are as long as the longest."""
+    trainer.data_source = SimpleNamespace(next_batch=lambda *_: (7, [a_group([POLICY, POLICY])]), metrics=dict)
+    batch = trainer._next_batch()
+    trainer._compute_log_probs(batch)
+    trainer.advantage_moments, trainer.kl_controller = RunningMoments(), None
+    trainer._compute_advantages(batch)
+    trainer.timing_raw["step"], trainer.logprob_tolerance, trainer._alarms_logged = 1.0, 1.0, set()
+    trainer.checkpoint_manager, trainer.actor.world_size = SimpleNamespace(version=POLICY + 1), 1
+    trainer.sampling_check.mode = "error"
+    trainer._collect_metrics(batch)
+    assert trainer.metrics["response_length/max"] == 1 and trainer.metrics["critic/score/mean"] == 0.5
+    assert not [name for name in trainer.metrics if "clip_ratio" in name]
+
+
 def batches_of(*batches):
     """A source of numbered batches, and the numbers of those that it was told to be empty."""
     told, left = [], list(enumerate(batches, start=1))
