@@ -123,7 +123,6 @@ def update_actor(
         calculate_entropy=settings.calculate_entropy or settings.entropy_coeff != 0.0,
         mini_batch_size=len(batch) // steps,
         epochs=settings.ppo_epochs,
-        seed=settings.data_loader_seed,
         dataloader_kwargs={"shuffle": False},
     )
     metrics = finished_metrics(rename_dict(tu.get(workers.update_actor(data), "metrics"), "actor/"))

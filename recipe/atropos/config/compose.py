@@ -44,6 +44,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recipe.atropos.config.derived import set_waits
 from recipe.atropos.config.keys import checked, flat, keys_of, of_all, unsupported, without_effect
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
+from recipe.atropos.config.unsupported import CONDITIONAL
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.secret import (
@@ -64,11 +65,6 @@ LAUNCHER_KEYS = {
     "inference.urls": "inference.servers, inference.host and inference.port",
     "trainer.atropos.api_url": "api.host and api.port",
     "trainer.atropos.startup_timeout": "inference.start_timeout",
-}
-# Coefficients without effect unless the other key is true.
-_SWITCHED = {
-    "algorithm.kl_ctrl.kl_coef": "algorithm.use_kl_in_reward",
-    "actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss",
 }
 
 
@@ -149,7 +145,7 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
     preset = chosen_preset(given)
     config = shipped(preset)
     known = dict(keys_of(OmegaConf.to_container(config)))
-    coefficients = {key: OmegaConf.select(config, key) for key in _SWITCHED}
+    before = {key: OmegaConf.select(config, key) for key in CONDITIONAL}
     items = [item for key, value in given if key != "preset" for item in flat(key, value, known)]
     changes, wrong = of_all(lambda item: checked(item[0], item[1], known, config), items)
     _drop_for_another_target(config, preset, changes, tell)
@@ -162,17 +158,27 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
     for key, value in changes:
         if unsupported(key)[0] and value not in (known[key], OmegaConf.select(config, key)):
             wrong.append(str(without_effect(key, value)))
-    for key, switch in _SWITCHED.items():
+    for key in filter(CONDITIONAL.get, dict(changes)):
         with contextlib.suppress(OmegaConfBaseException):  # a wrong reference is reported later
             value = OmegaConf.select(config, key)
-            if value not in (0, coefficients[key]) and not OmegaConf.select(config, switch):
-                wrong.append(f"{key}={value} has no effect with {switch}=false; set that to true, or leave it out")
+            if value not in (before[key], None) and (value != 0 or value is False):
+                wrong += _unmet_condition(config, key, value)
     if wrong:
         keys = {key for key, _ in changes}
         values = wrong_values(OmegaConf.to_container(config))
         raise ConfigurationError("\n".join([*wrong, *(line for key, line in values.items() if key in keys)]))
     check_not_hidden(OmegaConf.to_container(config))
     return config
+
+
+def _unmet_condition(config: DictConfig, key: str, value: Any) -> Iterator[str]:
+    switch, values = CONDITIONAL[key]
+    found = OmegaConf.select(config, switch)
+    if found not in values if values else not found:
+        given = (value, found, *values)
+        shown, found, *wanted = (each if isinstance(each, str) else json.dumps(each, default=list) for each in given)
+        advice = f"set that to {' or '.join(wanted)}" if wanted else "give that too"
+        yield f"{key}={shown} has no effect with {switch}={found}; {advice}, or leave it out"
 
 
 def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:

@@ -37,6 +37,8 @@ def check_config(config: DictConfig) -> None:
         chain(
             _algorithm(config),
             _loss(config),
+            _micro_batches(config),
+            _precision(config),
             correction_rules(config.algorithm.rollout_correction),
             _lora(config),
             _distillation(config),
@@ -224,6 +226,11 @@ def _algorithm(config: DictConfig) -> Rules:
         "algorithm.rollout_correction.bypass_mode=true; set it to false",
     )
     yield (
+        needs.scores_only and config.algorithm.gamma != 1,
+        f"algorithm.gamma={config.algorithm.gamma} has no effect with algorithm.adv_estimator={estimator}, whose "
+        "advantages are of scores alone; leave it out (environment.credit has a gamma of its own)",
+    )
+    yield (
         not (needs.token_advantages or atropos.fallback_to_grpo),
         f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which reads no "
         "advantages of the environment; set it to true, or choose grpo_atropos",
@@ -330,7 +337,7 @@ def _model(config: DictConfig) -> Rules:
 
 
 def _loss(config: DictConfig) -> Rules:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
     bypass = config.algorithm.rollout_correction.bypass_mode
     key, loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode
     yield (
@@ -351,22 +358,53 @@ def _loss(config: DictConfig) -> Rules:
         loss_mode == "bypass_mode" and not bypass,
         f"{key}=bypass_mode goes with algorithm.rollout_correction.bypass_mode=true; set it",
     )
+
+
+def _micro_batches(config: DictConfig) -> Rules:
     longest = config.data.max_prompt_length + config.data.max_response_length
-    for name, dynamic, budget in (
-        ("actor.ppo_max_token_len_per_gpu", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
-        (
-            "rollout.log_prob_max_token_len_per_gpu",
-            rollout.log_prob_use_dynamic_bsz,
-            rollout.log_prob_max_token_len_per_gpu,
-        ),
+    actor, rollout, ref = (config.actor_rollout_ref[role] for role in ("actor", "rollout", "ref"))
+    yield (
+        actor.use_dynamic_bsz != rollout.log_prob_use_dynamic_bsz,
+        f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={rollout.log_prob_use_dynamic_bsz} with "
+        f"actor.use_dynamic_bsz={actor.use_dynamic_bsz}: verl's actor has one for both; leave the former out",
+    )
+    referenced = actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    for section, name, dynamic, used in (
+        (actor, "actor.ppo", actor.use_dynamic_bsz, True),
+        (rollout, "rollout.log_prob", actor.use_dynamic_bsz, True),
+        (ref, "ref.log_prob", ref.log_prob_use_dynamic_bsz, referenced),
     ):
+        key, prefix = f"actor_rollout_ref.{name}", name.partition(".")[2]
+        budget, size = (section[f"{prefix}_{each}_per_gpu"] for each in ("max_token_len", "micro_batch_size"))
         yield (
-            dynamic and budget is not None and longest > budget * sequence_parallel(actor),
-            f"actor_rollout_ref.{name}={budget} has no room for a row of data.max_prompt_length + "
+            used and not dynamic and size is None,
+            f"{key}_micro_batch_size_per_gpu=null: micro-batches that are not filled by tokens have a fixed number of "
+            "sequences; give it",
+        )
+        yield (
+            used
+            and dynamic
+            and budget is not None
+            and longest > budget * sequence_parallel(ref if section is ref else actor),
+            f"{key}_max_token_len_per_gpu={budget} has no room for a row of data.max_prompt_length + "
             f"data.max_response_length = {longest} tokens; raise it",
         )
 
 
+def _precision(config: DictConfig) -> Rules:
+    for role in ("actor", "ref"):
+        given = config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or {}
+        yield from (
+            (
+                name not in _PRECISIONS,
+                f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.{name}: no such key; choose one of "
+                f"{', '.join(_PRECISIONS)}",
+            )
+            for name in given
+        )
+
+
+_PRECISIONS = ("param_dtype", "reduce_dtype", "buffer_dtype")
 _STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3"))
 REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 

@@ -207,7 +207,6 @@ class FSDP(VerlSection):
     reshard_after_forward: bool = about("Free gathered parameters after the forward pass")
     fsdp_size: int = about("Ranks that share one copy of the parameters; -1: all")
     model_dtype: TorchDtype = about("Of the parameters that the optimizer updates")
-    dtype: TorchDtype = about("Of the computation")
     seed: int = about("Of a new LoRA adapter")
 
 

@@ -1,8 +1,11 @@
-"""verl's keys that have no effect here, with the reason and what to set instead.
+"""Keys without effect: verl's that have none here, with the reason and what to set instead; and those that have one
+only beside a value of another key.
 
-A key covers all keys below it, except those that ``schema`` documents. ``config.compose`` rejects any value but the
-shipped one.
+A key of the former covers all keys below it, except those that ``schema`` documents. ``config.compose`` rejects any
+value but the shipped one.
 """
+
+from typing import Any
 
 _PROMPTS = ("environments bring their own prompts", "an option of the environment, environment.args.KEY")
 _SCORES = ("environments score what is sampled", "environment.target, or environment.reward_bridge")
@@ -16,6 +19,8 @@ _TOKENIZER = (
 _PROFILER = ("verl's profiler is not started by this recipe's training loop", None)
 _OWN_LOOP = ("this recipe has a training loop of its own", None)
 _MEGATRON = ("only the FSDP engines are supported", None)
+_REFERENCE = ("the reference policy computes no entropies", None)
+_ROLE = ("the actor is trained, and the reference policy is not", None)
 
 UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "data": _PROMPTS,
@@ -43,6 +48,7 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "trainer.critic_warmup": ("no critic is trained", None),
     "trainer.max_critic_ckpt_to_keep": ("no critic is trained", "trainer.max_actor_ckpt_to_keep"),
     "trainer.checkpoint_callback_class": _OWN_LOOP,
+    "trainer.del_local_ckpt_after_load": ("checkpoints are not copied before they are loaded", None),
     "trainer.default_hdfs_dir": ("verl cannot resume from it", "trainer.default_local_dir"),
     "trainer.use_v1": _OWN_LOOP,
     "trainer.v1": _OWN_LOOP,
@@ -95,6 +101,34 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
         "verl has deprecated it",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     ),
+    "actor_rollout_ref.actor.data_loader_seed": ("mini-batches are whole groups in the order of their arrival", None),
+    "actor_rollout_ref.actor.use_prefix_grouper": _OWN_LOOP,
+    "actor_rollout_ref.actor.freeze_vision_tower": ("only language models are trained", None),
+    "actor_rollout_ref.actor.qat": ("unquantized weights are pushed", None),
+    "actor_rollout_ref.ref.use_torch_compile": (
+        "the engine reads another key",
+        "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
+    ),
+    **{
+        f"actor_rollout_ref.ref.entropy_{key}": _REFERENCE
+        for key in ("from_logits_with_chunking", "from_logits_chunk_size", "checkpointing")
+    },
+    **{
+        f"actor_rollout_ref.{role}.fsdp_config.{key}": why
+        for role in ("actor", "ref")
+        for key, why in (
+            (
+                "dtype",
+                (
+                    "the FSDP engines do not read it",
+                    f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.param_dtype",
+                ),
+            ),
+            ("strategy", ("it is overwritten", f"actor_rollout_ref.{role}.strategy")),
+            ("forward_only", _ROLE),
+            ("turbo_config", _MEGATRON),
+        )
+    },
     "actor_rollout_ref.actor.optim.total_training_steps": ("it is the trainer's", "trainer.total_training_steps"),
     "actor_rollout_ref.actor.optim.warmup_style": (
         "verl has deprecated it",
@@ -110,3 +144,47 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
         "actor_rollout_ref.model.lora_rank, lora_alpha, target_modules, exclude_modules or lora_adapter_path",
     ),
 }
+
+_CORRECTION, _ACTOR, _LOSS = "algorithm.rollout_correction.", "actor_rollout_ref.actor.", "policy_loss.loss_mode"
+# A key; those of its values beside which others have an effect (none listed: all but null and 0); and these others,
+# without their prefix.
+_CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
+    ("algorithm.use_kl_in_reward", (True,), ("kl_ctrl.kl_coef", "kl_ctrl.type", "kl_penalty"), "algorithm."),
+    ("algorithm.kl_ctrl.type", ("adaptive",), ("horizon", "target_kl"), "algorithm.kl_ctrl."),
+    (f"{_CORRECTION}rollout_is", (), ("rollout_is_threshold", "rollout_is_batch_normalize"), _CORRECTION),
+    (f"{_CORRECTION}rollout_rs", (), ("rollout_rs_threshold",), _CORRECTION),
+    (f"{_CORRECTION}bypass_mode", (True,), ("loss_type",), _CORRECTION),
+    (f"{_ACTOR}use_kl_loss", (True,), ("kl_loss_coef", "kl_loss_type"), _ACTOR),
+    (f"{_ACTOR}loss_agg_mode", ("seq-mean-token-sum-norm",), ("loss_scale_factor",), _ACTOR),
+    (
+        _ACTOR + _LOSS,
+        ("vanilla", "bypass_mode", "clip_cov", "cispo", "dppo_kl", "dppo_tv", "gspo"),
+        ("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+        _ACTOR,
+    ),
+    (_ACTOR + _LOSS, ("vanilla", "bypass_mode", "dppo_kl", "dppo_tv"), ("clip_ratio_c",), _ACTOR),
+    (_ACTOR + _LOSS, ("sapo",), ("tau_pos", "tau_neg"), _ACTOR),
+    (_ACTOR + _LOSS, ("dro",), ("dro_beta",), f"{_ACTOR}policy_loss."),
+    (_ACTOR + _LOSS, ("clip_cov",), ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), f"{_ACTOR}policy_loss."),
+    (_ACTOR + _LOSS, ("kl_cov",), ("kl_cov_ratio", "ppo_kl_coef"), f"{_ACTOR}policy_loss."),
+    (
+        f"{_ACTOR}optim.lr_scheduler_type",
+        ("cosine",),
+        ("min_lr_ratio", "num_cycles", "zero_indexed_step"),
+        f"{_ACTOR}optim.",
+    ),
+    (f"{_ACTOR}use_dynamic_bsz", (True,), ("ppo_max_token_len_per_gpu",), _ACTOR),
+    (f"{_ACTOR}use_dynamic_bsz", (False,), ("ppo_micro_batch_size_per_gpu",), _ACTOR),
+    *(
+        (f"{role}.log_prob_use_dynamic_bsz", (dynamic,), (f"log_prob_{size}_per_gpu",), f"{role}.")
+        for role in ("actor_rollout_ref.rollout", "actor_rollout_ref.ref")
+        for dynamic, size in ((True, "max_token_len"), (False, "micro_batch_size"))
+    ),
+    (
+        "actor_rollout_ref.model.lora_rank",
+        (),
+        ("lora_alpha", "target_modules", "exclude_modules", "lora.merge"),
+        "actor_rollout_ref.model.",
+    ),
+)
+CONDITIONAL = {prefix + key: (switch, values) for switch, values, keys, prefix in _CONDITIONS for key in keys}

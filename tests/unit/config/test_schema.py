@@ -1,5 +1,6 @@
 """The schema of the configuration: what is refused by key, value and choices; and that its names are verl's."""
 
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -11,12 +12,13 @@ from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config import schema_errors
 from recipe.atropos.config import values as choices
 from recipe.atropos.config.compose import compose_config, load_config, presets, with_values
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.schema_errors import check_schema
-from recipe.atropos.config.unsupported import UNSUPPORTED
+from recipe.atropos.config.unsupported import CONDITIONAL, UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
 
-ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
+ACTOR, MODEL, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "ref", "rollout"))
 ATROPOS = "trainer.atropos"
 
 
@@ -201,21 +203,70 @@ def test_schema_names_all_wrong_keys_in_one_answer():
 
 
 @pytest.mark.parametrize(
-    ("coefficient", "switch"),
-    [("algorithm.kl_ctrl.kl_coef", "algorithm.use_kl_in_reward"), (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.use_kl_loss")],
+    ("given", "switch", "wanted"),
+    [
+        ("algorithm.kl_ctrl.kl_coef=0.02", "algorithm.use_kl_in_reward=false", "true"),
+        ("algorithm.kl_penalty=k3", "algorithm.use_kl_in_reward=false", "true"),
+        ("algorithm.rollout_correction.rollout_rs_threshold=2.0", "algorithm.rollout_correction.rollout_rs=null", None),
+        ("algorithm.rollout_correction.loss_type=reinforce", "algorithm.rollout_correction.bypass_mode=false", "true"),
+        (f"{ACTOR}.kl_loss_coef=0.02", f"{ACTOR}.use_kl_loss=false", "true"),
+        (f"{ACTOR}.loss_scale_factor=7.5", f"{ACTOR}.loss_agg_mode=token-mean", "seq-mean-token-sum-norm"),
+        (f"{ACTOR}.policy_loss.dro_beta=0.5", f"{ACTOR}.policy_loss.loss_mode=vanilla", "dro"),
+        (f"{ACTOR}.optim.zero_indexed_step=false", f"{ACTOR}.optim.lr_scheduler_type=constant", "cosine"),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", f"{ACTOR}.use_dynamic_bsz=true", "false"),
+        (f"{MODEL}.target_modules=[q_proj]", f"{MODEL}.lora_rank=0", None),
+    ],
 )
-def test_schema_refuses_a_coefficient_of_what_is_off(coefficient, switch):
-    given = [f"{MODEL}.path=m", f"{coefficient}=0.02"]
-    assert f"{coefficient}=0.02 has no effect with {switch}=false" in refusal(given[1])[0]
-    assert OmegaConf.select(load_config([*given, f"{switch}=true"]), coefficient) == 0.02
-    assert OmegaConf.select(load_config([*given[:1], f"{coefficient}=0.0"]), coefficient) == 0, "as DAPO's scripts do"
+def test_schema_refuses_a_value_beside_which_it_has_no_effect(given, switch, wanted):
+    key, value = given.split("=")
+    told = given if "[" not in given else f'{key}=["q_proj"]'
+    advice = f"set that to {wanted}" if wanted else "give that too"
+    assert refusal(given) == [f"{told} has no effect with {switch}; {advice}, or leave it out"]
+    other = wanted or {"rollout_rs": "token_k1", "lora_rank": "8"}[switch.split("=")[0].rpartition(".")[2]]
+    config = load_config([f"{MODEL}.path=m", given, switch.split("=")[0] + f"={other}"])
+    assert str(OmegaConf.select(config, key)).lower().replace("'", "") == value
+
+
+def test_schema_takes_what_is_off_as_it_is_shipped():
+    given = ["algorithm.kl_ctrl.kl_coef=0.0", f"{ACTOR}.kl_loss_type=low_var_kl", f"{ACTOR}.clip_ratio_c=3.0"]
+    config = load_config([f"{MODEL}.path=m", *given, "data.max_response_length=99"])
+    assert config.algorithm.kl_ctrl.kl_coef == 0, "as DAPO's scripts do"
+    assert config.actor_rollout_ref.actor.loss_scale_factor == 99, "it follows, and nobody gave it"
+
+
+def test_schema_conditions_are_of_keys_that_there_are():
+    shipped = compose_config([])
+    assert not [key for key in CONDITIONAL if OmegaConf.select(shipped, key, default="absent") == "absent"]
+    assert not [key for key, _ in CONDITIONAL.values() if OmegaConf.select(shipped, key, default="absent") == "absent"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([f"{ACTOR}.use_dynamic_bsz=false"], f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"),
+        ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"], f"{ROLLOUT}.log_prob_use_dynamic_bsz=False with"),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{REF}.log_prob_use_dynamic_bsz=false"],
+            f"{REF}.log_prob_micro_batch_size_per_gpu=null",
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{REF}.log_prob_max_token_len_per_gpu=9"],
+            f"{REF}.log_prob_max_token_len_per_gpu=9 has no room",
+        ),
+        ([f"{ACTOR}.fsdp_config.mixed_precision.param_dtyp=fp32"], "mixed_precision.param_dtyp: no such key"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect with algorithm.adv_estimator=grpo_atropos"),
+    ],
+)
+def test_schema_of_several_keys_is_checked_before_a_start(options, told):
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
+        check_config(load_config([f"{MODEL}.path=m", *options]))
 
 
 def test_schema_refuses_another_value_than_the_followed_keys():
     [told] = refusal(f"{ROLLOUT}.dtype=bfloat16", "inference.dtype=float16")
     assert "rollout.dtype=bfloat16 has no effect here: " in told and "inference.dtype" in told
-    [told] = refusal("actor_rollout_ref.ref.use_torch_compile=7")
-    assert "ref.use_torch_compile=7: give true or false" in told
+    [told] = refusal("actor_rollout_ref.ref.fsdp_config.use_torch_compile=7")
+    assert "use_torch_compile=7: give true or false" in told
 
 
 def test_schema_lets_shipped_values_and_free_mappings_through():
