@@ -249,11 +249,6 @@ def _lora(config: DictConfig) -> Rules:
     model, contents = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.checkpoint.save_contents
     kept = ",".join(name for name in contents if name != "hf_model")
     yield (
-        model.lora_adapter_path and not model.lora_rank,
-        f"actor_rollout_ref.model.lora_adapter_path={model.lora_adapter_path} with lora_rank=0 would train without an "
-        "adapter; give actor_rollout_ref.model.lora_rank",
-    )
-    yield (
         model.lora_rank > 0 and "hf_model" in contents,
         f"actor_rollout_ref.actor.checkpoint.save_contents={list(contents)} with lora_rank={model.lora_rank}: verl's "
         "hf_model names an adapter's tensors as no model does, and transformers loads random weights; give "

@@ -192,7 +192,7 @@ class Model(VerlSection):
 class Optimizer(VerlSection):
     lr: NotNegative = about("Learning rate")
     lr_scheduler_type: Literal["constant", "cosine"] = about("Schedule after the warmup")
-    lr_warmup_steps: int | None = about("Updates of linear warmup; below 0 or null: by lr_warmup_steps_ratio")
+    lr_warmup_steps: int = about("Updates of linear warmup, the first at 0; 0 or less: by lr_warmup_steps_ratio")
     lr_warmup_steps_ratio: Fraction = about("Warmup as a share of all updates")
     min_lr_ratio: Fraction | None = about("Lowest learning rate of the cosine schedule / lr")
     num_cycles: Positive = about("Of the cosine schedule")

@@ -183,7 +183,7 @@ _CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
     (
         "actor_rollout_ref.model.lora_rank",
         (),
-        ("lora_alpha", "target_modules", "exclude_modules", "lora.merge"),
+        ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path", "lora.merge"),
         "actor_rollout_ref.model.",
     ),
 )

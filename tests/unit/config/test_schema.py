@@ -80,6 +80,7 @@ REFUSED = [
         "save_contents[1]=hf; choose one of model, optimizer, extra",
     ),
     (f"{ACTOR}.optim.lr", "abc", "optim.lr=abc: give a number"),
+    (f"{ACTOR}.optim.lr_warmup_steps", None, "optim.lr_warmup_steps=null: give a whole number"),
     (f"{ACTOR}.kl_loss_type", "low_kl", "kl_loss_type=low_kl; choose one of kl, k1, abs, mse, k2, low_var_kl"),
     (
         f"{ACTOR}.strategy",
@@ -215,6 +216,7 @@ def test_schema_names_all_wrong_keys_in_one_answer():
         (f"{ACTOR}.optim.zero_indexed_step=false", f"{ACTOR}.optim.lr_scheduler_type=constant", "cosine"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", f"{ACTOR}.use_dynamic_bsz=true", "false"),
         (f"{MODEL}.target_modules=[q_proj]", f"{MODEL}.lora_rank=0", None),
+        (f"{MODEL}.lora_adapter_path=/some/adapter", f"{MODEL}.lora_rank=0", None),
     ],
 )
 def test_schema_refuses_a_value_beside_which_it_has_no_effect(given, switch, wanted):

@@ -56,7 +56,6 @@ CASES = {
     f"{CORRECTION}.loss_type=foo": "choose one of ppo_clip, reinforce",
     f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.transport=disk": "transport=disk: an adapter travels inside the request",
     f"{ADAPTER_ONLY} inference.colocated=true": "lost with the memory that servers release",
-    "actor_rollout_ref.model.lora_adapter_path=/some/adapter": "lora_rank=0 would train without an adapter",
     f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
     f"{ATROPOS}.distillation.use_policy_loss=false": "give a loss_coef",
     f"{ATROPOS}.distillation.loss_coef=1 actor_rollout_ref.model.use_fused_kernels=true": "needs whole logits",
