@@ -197,12 +197,16 @@ class RayGRPOAtroposTrainer:
                     what = f"trainer.atropos.max_empty_batches={empty} batches in a row had nothing to train on"
                     raise NothingToTrain(f"{what}; docs/data-format.md explains the reasons: {describe_drops(lost)}")
 
-        self.record.totals.batches = self.metrics["atropos/batch"] = number
+        self.record.totals.batches = number
         self.record.totals.empty_batches += empty
         self.record.totals.dropped = dict(sum(lost.values(), Counter(self.record.totals.dropped)))
-        self.metrics |= {"atropos/empty_batches": empty}
-        self.metrics |= {"atropos/batch_fill": sum(report.group_sizes) / self.batch_size}
-        self.metrics |= {**counts, **self.data_source.metrics()}
+        self.metrics |= {
+            "atropos/batch": number,
+            "atropos/empty_batches": empty,
+            "atropos/batch_fill": sum(report.group_sizes) / self.batch_size,
+            **counts,
+            **self.data_source.metrics(),
+        }
         self._groups_fetched = fetched
         self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature

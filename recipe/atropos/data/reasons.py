@@ -29,7 +29,7 @@ class Reason(StrEnum):
         "nonfinite_inference_logprobs",
         "a logprob that is NaN or infinite: the server's numbers are broken",
     )
-    NONFINITE_REF_LOGPROBS = "nonfinite_ref_logprobs", "a reference logprob that is missing, NaN or infinite"
+    NONFINITE_REF_LOGPROBS = "nonfinite_ref_logprobs", "a reference logprob that is NaN or infinite"
     FOREIGN_TOKENS = "foreign_tokens", "a token outside the vocabulary: from another tokenizer"
     RAGGED_DISTILLATION = "ragged_distillation", "a teacher's top-k of unequal lengths"
     REPEATED_DISTILL_TOKEN = "repeated_distill_token", "a teacher's top-k that names a token twice"

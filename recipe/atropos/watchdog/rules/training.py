@@ -37,7 +37,7 @@ _DIFFERENCE, _FRESH = "atropos/logprob_diff/mean", "atropos/logprob_diff/fresh_m
 # Steps around the one since which groups are equal, and times (or a part) of what was first: the demonstration's
 # entropy and gradient norm stay within 1.5.
 _AROUND, _BROKEN = 4, 10.0
-_LR_STEPS = 3  # warmup begins, and a cosine ends, with one step at 0
+_LR_STEPS = 3  # a warmup begins with one at 0
 _CLIPPED_STEPS, _CLIPPED = 3, 0.9  # of the rows
 # Rows that all have one length, without a limit of the trainer's: its max_tokens is the environment's. Answers of a
 # word or two may all have one length by nature.
