@@ -92,6 +92,8 @@ def test_promises_of_renamed_keys_name_each_of_them_and_no_other():
     assert load_config([MODEL, "environment.args={lr: 3, optim: {lr: 2}}"]).environment.args.optim.lr == 2
 
 
+SIZES = [f"actor_rollout_ref.{name}_micro_batch_size_per_gpu" for name in ("actor.ppo", "rollout.log_prob")]
+DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=false"
 OF_THE_SFT_DOCUMENT = """
 use_advantage_weighting: true
 advantage_normalization: "batch"
@@ -136,12 +138,14 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
         ("advantage_normalization=batch", "trainer.atropos.advantage_normalization=batch"),
         ("advantage_clipping=[-5.0, 5.0]", "trainer.atropos.advantage_clipping=[-5.0, 5.0]"),
         ("model.strategy=fsdp", "actor_rollout_ref.actor.strategy=fsdp"),
-        ("data.micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"),
+        ("data.micro_batch_size_per_gpu=1", f"{SIZES[0]} and {SIZES[1]}, with {DYNAMIC}"),
         ("data.balance_dp_token=true", "trainer.balance_batch=true"),
         ("optim.clip_grad=1.0", "actor_rollout_ref.actor.optim.clip_grad=1.0"),
         ("optim.lr=1e-05", "actor_rollout_ref.actor.optim.lr=1e-05"),
     ]
-    config = load_config([MODEL, *(new for _, new in told)])  # as it says
+    as_told = [new for _, new in told if DYNAMIC not in new] + [f"{SIZES[0]}=1", f"{SIZES[1]}=1", DYNAMIC]
+    config = load_config([MODEL, *as_told])
+    check_config(config)
     assert config.actor_rollout_ref.actor.optim.lr == 1e-5 and config.trainer.atropos.advantage_clipping == [-5, 5]
 
 

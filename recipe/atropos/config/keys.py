@@ -36,7 +36,8 @@ RENAMED = {
     "model.strategy": "actor_rollout_ref.actor.strategy",
     "rollout.max_new_tokens": "data.max_response_length",
     "actor_rollout_ref.rollout.max_new_tokens": "data.max_response_length",
-    "data.micro_batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "data.micro_batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu and "
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu, with actor_rollout_ref.actor.use_dynamic_bsz=false",
     "data.balance_dp_token": "trainer.balance_batch",
     "optim": "actor_rollout_ref.actor.optim",
     "use_advantage_weighting": "actor_rollout_ref.actor.policy_loss.loss_mode=advantage_weighted_sft",

@@ -248,7 +248,7 @@ def test_losses_are_those_of_one_sequence_for_a_trajectory(agg, mode):
         configured(
             f"actor_rollout_ref.actor.loss_agg_mode={agg}",
             f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
-            "actor_rollout_ref.actor.policy_loss.dro_beta=0.1",
+            *["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"] * (mode == "dro"),
             "actor_rollout_ref.actor.use_kl_loss=true",
             "actor_rollout_ref.actor.entropy_coeff=0.2",
         ).actor_rollout_ref.actor

@@ -148,11 +148,10 @@ def test_manager_names_an_adapter_anew_for_each_version(served, adapter_only):
     ("options", "adapter_only"),
     [
         ([], False),
-        (["actor_rollout_ref.model.lora.merge=false"], False),
         (["actor_rollout_ref.model.lora.merge=false", "actor_rollout_ref.model.lora_rank=1"], True),
         (["actor_rollout_ref.model.lora.merge=true", "actor_rollout_ref.model.lora_rank=1"], False),
     ],
-    ids=["default", "full", "adapter", "merged"],
+    ids=["full", "adapter", "merged"],
 )
 def test_manager_is_built_as_the_configuration_says(options, adapter_only, tmp_path):
     """A push takes twice the seconds of its requests; only colocated servers have memory to release."""
