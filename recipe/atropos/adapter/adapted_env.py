@@ -80,14 +80,20 @@ class AdaptedEnv(CommandLine, Lifecycle):
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         """Run the environment's own; with a reward bridge, recover a complete group of equal scores that it dropped."""
         ITEM.set(Item())  # for the current task, and those that it starts
-        with recorded() as made:
+        with recorded() as recovered:
             own = super().collect_trajectories
             if getattr(own, "__func__", None) is BaseEnv.collect_trajectories:
                 groups, backlog = await collect_each(self.collect_trajectory, item, self.config.group_size, self.report)
             else:
-                groups, backlog = await own(item)
+                made = await own(item)
+                if not (isinstance(made, tuple | list) and len(made) == 2):
+                    raise TypeError(
+                        f"collect_trajectories returned {made!r:.200}; return a group, several or None, and a list of "
+                        "items to come next, as in GROUP, []"
+                    )
+                groups, backlog = made
         if self.reward_bridge is not None and not any(as_groups(groups)):
-            if (dropped := dropped_by_environment(made, self.config.group_size)) is not None:
+            if (dropped := dropped_by_environment(recovered, self.config.group_size)) is not None:
                 self.report.count("shaping/recovered")
                 groups = dropped
         return groups, backlog

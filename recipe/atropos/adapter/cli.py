@@ -41,10 +41,9 @@ def run(target: str, arguments: list[str], prepare: Callable[[type[BaseEnv]], ty
     try:
         environment = load_environment(target)
     except EnvironmentTargetError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         wrong_usage(f"--env {error}")
-    except (Exception, SystemExit) as error:
-        traceback.print_exc()
-        wrong_usage(f"--env {target} cannot be imported: {type(error).__name__}: {error}")
     sys.argv[1:] = arguments
     prepare(environment).cli()  # ends the process
 

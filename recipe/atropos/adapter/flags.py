@@ -147,7 +147,7 @@ class CommandLine:
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
-        env_config, default = super().config_init()
+        env_config, default = cls.__own_defaults()
         if cls.__given is None:  # in code: the environment's own defaults
             return env_config, default
         in_file, openai, env_given = cls.__given
@@ -158,6 +158,18 @@ class CommandLine:
         several = isinstance(in_file, list) and APIServerConfig(**in_file[0]).model_dump(exclude={"tokenizer_name"})
         given = {**(several or in_file or {}), **openai}
         return complete(env_config, servers, given, env_given, serves="serve" in sys.argv)
+
+    @classmethod
+    def __own_defaults(cls) -> tuple[BaseEnvConfig, Any]:
+        """Return what the environment's ``config_init`` does; raise EnvironmentFailure if that is no such pair."""
+        match made := super().config_init():
+            case (BaseEnvConfig(), APIServerConfig() | ServerBaseline() | [APIServerConfig(), *_]):
+                return made
+        types = [type(each).__name__ for each in made] if isinstance(made, tuple | list) else repr(made)
+        raise EnvironmentFailure(
+            f"{cls.__name__}.config_init() returns {types!s:.200}; return a configuration and a list of servers, as in "
+            'CONFIG, [APIServerConfig(server_type="sglang")]'
+        )
 
     @classmethod
     def cli(cls) -> None:
@@ -182,7 +194,10 @@ class CommandLine:
             code = 2
             for problem in error.errors():
                 name = ".".join(map(str, problem["loc"]))
-                print(f"error: {error.title}: --{name}={problem['input']!r}: {problem['msg']}", file=sys.stderr)
+                given = f"--{name}={problem['input']!r}"
+                if problem["type"] == "missing":  # flags come after what config_init returns
+                    given = f"{name} needs a default in the class, or a value in config_init()"
+                print(f"error: {error.title}: {given}: {problem['msg']}", file=sys.stderr)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except asyncio.CancelledError:
@@ -214,7 +229,7 @@ class CommandLine:
         _check_names(OPENAI_NAMESPACE, openai, APIServerConfig)
         servers = file.get(OPENAI_NAMESPACE)
         env_in_file = file.get(ENV_NAMESPACE) or {}
-        env_config, default = super().config_init()
+        env_config, default = cls.__own_defaults()
         try:
             _check_names(ENV_NAMESPACE, env_in_file, type(env_config))
             for one in servers if isinstance(servers, list) else [servers]:

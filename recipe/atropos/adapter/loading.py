@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -27,24 +28,35 @@ def load_environment(target: str) -> type[BaseEnv]:
 
     Raises:
         EnvironmentTargetError: no such module, file or class, or no unique one; an abstract class; or no ``BaseEnv``.
-        ImportError and whatever else the module raises when it is imported.
+            With a cause: what the module raised when it was imported.
     """
     place, _, name = target.partition(":")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place, target)
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place, target)
+    except EnvironmentTargetError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames, file = traceback.extract_tb(error.__traceback__), str(Path(place).resolve())
+        at = [f" (line {frame.lineno})" for frame in frames if frame.filename == file][-1:]
+        what = f"{type(error).__name__}: {error}{''.join(at)}"
+        raise EnvironmentTargetError(f"{target} cannot be imported: {what}") from error
     if name:
         found = getattr(module, name, None)
         if not (isinstance(found, type) and issubclass(found, BaseEnv)):
             raise EnvironmentTargetError(f"{target}: {place} has no class {name} that derives from BaseEnv")
-        if inspect.isabstract(found):
-            lacking = ", ".join(sorted(found.__abstractmethods__))
-            raise EnvironmentTargetError(f"{target}: {name} is no whole environment: it lacks {lacking}")
-        return found
-    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseEnv)]
-    whole = [cls for cls in classes if cls.__module__ == module.__name__ and not inspect.isabstract(cls)]
-    if len(whole) != 1:
-        names = ", ".join(dict.fromkeys(environment.__name__ for environment in whole)) or "none"
-        raise EnvironmentTargetError(f"{target}: give {place}:CLASS; environments that it defines: {names}")
-    return whole[0]
+    else:
+        classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseEnv)]
+        own = dict.fromkeys(cls for cls in classes if cls.__module__ == module.__name__)
+        whole = [cls for cls in own if not inspect.isabstract(cls)] or list(own)
+        if len(whole) != 1:
+            names = ", ".join(cls.__name__ for cls in whole)
+            has = f"environments that it defines: {names}" if names else "none of its own classes derives from BaseEnv"
+            raise EnvironmentTargetError(f"{target}: give {place}:CLASS; {has}")
+        [found] = whole
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise EnvironmentTargetError(f"{target}: {found.__name__} is no whole environment: it lacks {lacking}")
+    return found
 
 
 def _import_module(name: str, target: str) -> ModuleType:
@@ -54,7 +66,7 @@ def _import_module(name: str, target: str) -> ModuleType:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise EnvironmentTargetError(
                 f"{target}: no module {error.name}; put its folder on PYTHONPATH, or give the path of a .py file"
-            ) from error
+            ) from None
         raise
 
 

@@ -360,7 +360,7 @@ def _require_trajectories(overrides: Mapping[str, Any], scores: Sequence[float])
 def _require_finite_scores(scores: Sequence[Any]) -> None:
     for i, score in enumerate(scores):
         if not isinstance(score, Real) or not abs(score) <= sys.float_info.max:
-            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {str(score)[:80]}; it must be a finite number")
+            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {score!r:.80}; it must be a finite number")
 
 
 # ---------------------------------------------------------------------- records

@@ -109,7 +109,9 @@ def test_target_of_a_base_and_one_environment_is_the_environment(tmp_path):
     ("text", "target", "expected"),
     [
         (f"class A(BaseEnv):{WHOLE}\nclass B(A): pass", "env.py", "give .*env.py:CLASS; .* defines: A, B"),
-        ("", "env.py", "defines: none"),
+        ("", "env.py", "give .*env.py:CLASS; none of its own classes derives from BaseEnv"),
+        (f"class A(BaseEnv):{WHOLE.replace('evaluate', 'evaluated')}", "env.py", "A is no whole .*: it lacks evaluate"),
+        ("KEY = {}['judge']", "env.py", r"env.py cannot be imported: KeyError: 'judge' \(line 2\)"),
         ("class A: pass", "env.py:A", "has no class A that derives from BaseEnv"),
         ("", "nothing.py", "nothing.py: no such file"),
         ("", "no.such.module:A", "no module no; put its folder on PYTHONPATH"),
@@ -144,7 +146,7 @@ def test_adapting_twice_is_adapting_once():
             "cannot be imported: ModuleNotFoundError: No module named 'no_such_thing_at_all'",
         ),
         ("import sys\nsys.exit('needs a key')", "cannot be imported: SystemExit: needs a key"),
-        ("class A: pass", "give env_e.py:CLASS; environments that it defines: none"),
+        ("class A: pass", "give env_e.py:CLASS; none of its own classes derives from BaseEnv"),
     ],
 )
 def test_target_that_cannot_be_run_ends_with_one_line(tmp_path, text, expected):
@@ -152,6 +154,22 @@ def test_target_that_cannot_be_run_ends_with_one_line(tmp_path, text, expected):
     write(tmp_path, env_e=text)
     status, output = run_adapter(tmp_path, "serve", "--env=env_e.py")
     assert status == 2 and expected in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("None", "Own.config_init() returns None; return a configuration and a list of servers"),
+        ("BaseEnvConfig(), None", "Own.config_init() returns ['BaseEnvConfig', 'NoneType']; return a configuration"),
+        ("Needy(), []", "Needy: path needs a default in the class, or a value in config_init(): Field required"),
+    ],
+)
+def test_defaults_that_are_none_end_with_what_to_return(tmp_path, returned, expected):
+    own = f"class Own(BaseEnv):{WHOLE}    @classmethod\n    def config_init(cls): return {returned}\n"
+    imports = "from atroposlib.envs.base import BaseEnvConfig\nclass Needy(BaseEnvConfig):\n    path: str\n"
+    write(tmp_path, env_f=imports + own)
+    status, output = run_adapter(tmp_path, "serve", "--check", "--env=env_f.py")
+    assert status in (1, 2) and expected in output.splitlines()[-1], output
 
 
 # ---------------------------------------------------------------------- flags
@@ -369,7 +387,7 @@ def test_numbers_of_every_library_become_plain_ones():
         ({"scores": [None, 1.0]}, "nonfinite_scores", "None"),
         ({"scores": None}, "unequal_lengths", "0 scores for 2 sequences"),
         ({"scores": [1.0]}, "unequal_lengths", "1 scores for 2 sequences"),
-        ({"scores": ["good", 1.0]}, "nonfinite_scores", "score 0 is good"),
+        ({"scores": ["good", 1.0]}, "nonfinite_scores", "score 0 is 'good'"),
         ({"tokens": []}, "empty_group", "0 sequences"),
         ({"tokens": [[], [1]]}, "empty_group", r"2 sequences of lengths \[0, 1\]"),
         ({"masks": [[-100, 2, 3]]}, "unequal_lengths", "1 masks for 2 sequences"),
