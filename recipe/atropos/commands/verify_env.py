@@ -26,21 +26,23 @@ from rich.text import Text
 from transformers import AutoConfig
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
+from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.adapter.recorded_calls import MESSAGES
 from recipe.atropos.commands.inspect import token_table
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_spans
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import ConfigurationError, expected_failure
 from recipe.atropos.gem.stepped_env import configured, next_item, roll_out
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import NOT_PUSHED, SampledReply
 from recipe.atropos.utils.files import printable
+from recipe.atropos.utils.process_exit import exit_anyway
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _MOST_WARNINGS = 10_000  # then the earlier ones are forgotten
 _SHOWN_IDS = 12  # at each end of a prompt or an answer
 _SHOWN_TEXT = 2000  # characters of an item
+_THREADS_SECONDS = 5.0  # for the environment's threads to end
 
 
 @dataclass
@@ -83,16 +85,18 @@ async def verify(
     """Roll out and score one item of ``target``; ``timeout``: seconds for setup and rollout together.
 
     ``model`` is the folder or name of the policy, ``url`` its server's address; None selects the environment's own. The
-    server's key is $ATROPOS_API_KEY. An exception that the environment raises in the rollout is stored in the result.
+    server's key is $ATROPOS_API_KEY. What the environment raises is stored in the result, and so is a TimeoutError.
 
     Raises:
-        EnvironmentTargetError, ValueError: there is no such environment, or its configuration is invalid.
+        EnvironmentTargetError, ConfigurationError: there is no such environment, or its configuration is invalid.
         InferenceError: the server does not answer.
-        TimeoutError: setup and rollout exceed ``timeout``.
     """
     environment = adapt(load_environment(target))
     own = {} if model is None else {"tokenizer_name": model}
-    config = configured(environment, {"use_wandb": False, **overrides, **own})
+    try:
+        config = configured(environment, {"use_wandb": False, **overrides, **own})
+    except ValueError as error:
+        raise ConfigurationError(f"{target}: {error}") from error
     if url is None:
         _, servers = environment.config_init()
         server = servers[0] if isinstance(servers, list) else servers
@@ -101,44 +105,45 @@ async def verify(
     api_key = os.environ.get(API_KEY_VARIABLE) or "x"
     async with SGLangClient(url, api_key, timeout=10.0) as client:
         await client.model_info()
-    async with asyncio.timeout(timeout):
-        server = APIServerConfig(
-            model_name=config.tokenizer_name,
-            tokenizer_name=config.tokenizer_name,
-            base_url=f"{url}/v1",
-            api_key=api_key,
-            server_type="sglang",
-            health_check=False,
-        )
-        env = environment(config=config, server_configs=[server], slurm=False, testing=False)
-        posted: list[dict[str, Any]] = []
+    server = APIServerConfig(
+        model_name=config.tokenizer_name,
+        tokenizer_name=config.tokenizer_name,
+        base_url=f"{url}/v1",
+        api_key=api_key,
+        server_type="sglang",
+        health_check=False,
+    )
+    env = environment(config=config, server_configs=[server], slurm=False, testing=False)
+    posted: list[dict[str, Any]] = []
 
-        async def keep(groups: list[Any], ticket: int | None) -> None:
-            posted.extend(orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups)
+    async def keep(groups: list[Any], ticket: int | None) -> None:
+        posted.extend(orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups)
 
-        env._post = keep
-        exchanges = _record_calls(env)
-        env.max_token_len = config.max_token_length
-        warnings = BufferingHandler(_MOST_WARNINGS)
-        warnings.setLevel(logging.WARNING)
-        logging.getLogger().addHandler(warnings)
-        try:
+    env._post = keep
+    env.max_token_len = config.max_token_length
+    result = Verified(env, None, _record_calls(env), posted=posted)
+    warnings = BufferingHandler(_MOST_WARNINGS)
+    warnings.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(warnings)
+    try:
+        async with asyncio.timeout(timeout) as limit:
             await env.setup()
-            result = Verified(env, await next_item(env), exchanges, posted=posted)
-            try:
-                result.returned = await roll_out(env, result.item)
-                if result.returned:
-                    await env.handle_send_to_api(result.returned, result.item)
-            except Exception as error:
-                result.error = error
-        finally:
-            logging.getLogger().removeHandler(warnings)
+            result.item = await next_item(env)
+            result.returned = await roll_out(env, result.item)
+            if result.returned:
+                await env.handle_send_to_api(result.returned, result.item)
+    except Exception as error:
+        result.error = error
+        if limit.expired():
+            error.add_note(f"not done within --timeout={timeout:g} s")
+    finally:
+        logging.getLogger().removeHandler(warnings)
     result.warnings = [*dict.fromkeys(record.getMessage() for record in warnings.buffer)]
     result.counts = dict(env.report.counts)
     vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
     limits = RowLimits(config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
-    result.rows, result.report = read_groups(result.posted, limits)
-    result.not_sampled = list(_not_sampled(result.posted, exchanges, env.tokenizer))
+    result.rows, result.report = read_groups(posted, limits)
+    result.not_sampled = list(_not_sampled(posted, result.exchanges, env.tokenizer))
     return result
 
 
@@ -210,7 +215,7 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
     _show_rows(result, console, tokenizer, table)
     console.rule("what was left out, and why", align="left")
     reasons = [
-        *([] if result.returned else [f"collect_trajectories made {result.returned!r} of the item: no group"]),
+        *([] if result.returned or result.error else [f"collect_trajectories made {result.returned!r}: no group"]),
         *(f"the environment's count {name}: {n}" for name, n in result.counts.items()),
         *(f"the log: {message}" for message in result.warnings),
         *(f"the trainer dropped {n} sequences as {reason}" for reason, n in result.report.dropped.items()),
@@ -221,7 +226,8 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
     for reason in reasons or ["nothing"]:
         console.print(f"- {reason}")
     if result.error is not None:
-        console.print(Text("".join(traceback.format_exception(result.error)), style="red"))
+        why = expected_failure(result.error) or "".join(traceback.format_exception(result.error))
+        console.print(Text(why, style="red"))
     trained = sum(int(row.mask.sum()) for row in result.rows)
     verdict = f"{len(result.rows)} rows with {trained} trained tokens"
     if result.rows:
@@ -314,13 +320,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if the rows of one item can be trained on and were sampled by the server."""
     overrides = OmegaConf.to_container(OmegaConf.from_dotlist(given.overrides))
-    try:
-        result = asyncio.run(verify(given.env, given.model, given.url, overrides, given.timeout))
-    except TimeoutError as error:
-        raise ConfigurationError(f"{given.env}: not done within --timeout={given.timeout:g} s") from error
-    except EnvironmentTargetError:
-        raise
-    except ValueError as error:
-        raise ConfigurationError(f"{given.env}: {error}") from error
-    show(result, Console(highlight=False, markup=False), given.table)
-    return 0 if result.ok else 1
+    with asyncio.Runner() as runner:
+        result = runner.run(verify(given.env, given.model, given.url, overrides, given.timeout))
+        show(result, Console(highlight=False, markup=False), given.table)
+        leaving = exit_anyway(status := 0 if result.ok else 1, _THREADS_SECONDS)  # closing the runner waits for them
+    leaving.cancel()
+    return status

@@ -33,8 +33,8 @@ def set_work(task: asyncio.Task) -> None:
     _work = task
 
 
-def exit_anyway(code: int) -> None:
-    """Let the process exit with ``code`` in some seconds, unless it has ended by itself."""
+def exit_anyway(code: int, seconds: float | None = None) -> threading.Timer:
+    """Let the process exit with ``code`` in some seconds, unless it has ended by itself; the timer can be canceled."""
 
     def leave() -> None:
         _end_children()
@@ -42,9 +42,10 @@ def exit_anyway(code: int) -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    timer = threading.Timer(_AFTER_SIGTERM if code == TERMINATED else _AFTER_WORK, leave)
+    timer = threading.Timer(seconds or (_AFTER_SIGTERM if code == TERMINATED else _AFTER_WORK), leave)
     timer.daemon = True
     timer.start()
+    return timer
 
 
 def end_process(code: int) -> NoReturn:

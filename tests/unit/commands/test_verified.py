@@ -1,10 +1,12 @@
 """``verl-atropos verify-env``: what it refuses, and what it takes for sampled."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from helpers import ROOT
 from recipe.atropos.commands.verify_env import Exchange, Verified, _not_sampled, _show_exchange, _show_groups
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.sampled import SampledReply
@@ -24,6 +26,61 @@ GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environmen
 def test_what_cannot_be_verified_ends_with_one_line(arguments, message):
     with pytest.raises(SystemExit, match=message):
         debug.main(["verify-env", "--url", "http://127.0.0.1:1", *arguments])
+
+
+@pytest.fixture
+def shown(model_path, tmp_path, monkeypatch, capsys):
+    """(exit status, output) of the command for the example with a line replaced, and a server that answers nothing."""
+
+    async def model_info(client):
+        return {}
+
+    def shown(line, instead, *options):
+        text = (ROOT / "examples/my_env.py").read_text()
+        assert text.count(line) == 1
+        (tmp_path / "own_env.py").write_text(text.replace(line, instead))
+        where = ["--env", str(tmp_path / "own_env.py"), "--model", str(model_path), "--url", "http://127.0.0.1:1"]
+        status = debug.main(["verify-env", *where, *options])
+        return status, " ".join(capsys.readouterr().out.split())
+
+    monkeypatch.setattr("recipe.atropos.inference.client.SGLangClient.model_info", model_info)
+    return shown
+
+
+SETUP = "self.random = random.Random(0)"
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "expected"),
+    [
+        (SETUP, "raise FileNotFoundError('train.jsonl')", "FileNotFoundError: train.jsonl in setup() of repeat"),
+        (SETUP, "raise TimeoutError('the hub')", "TimeoutError: the hub in setup() of repeat"),
+        (SETUP, "pass", "in get_next_item return self.random.choice(WORDS)"),
+        ("return self.random.choice(WORDS)", "return None", "RepeatEnv.get_next_item() has no item"),
+        ("async with self.server.managed", "return None\n        async with self.server.managed", "returned None; "),
+    ],
+)
+def test_an_environments_own_error_is_shown_where_it_is(shown, line, instead, expected):
+    status, output = shown(line, instead)
+    assert status == 1 and expected in output and output.endswith("NOT OK: 0 rows with 0 trained tokens"), output
+    assert "not done within" not in output and "Traceback (most recent call last)" in output
+
+
+def test_a_thread_that_does_not_end_cannot_hold_the_command(shown, monkeypatch):
+    """Whatever --timeout says, closing the event loop would wait for it."""
+    ended = threading.Event()
+    monkeypatch.setattr("builtins.wait_for_test", ended.wait, raising=False)
+
+    def leave(code, seconds):  # in place of the end of the process
+        assert code == 1 and seconds < 10
+        ended.set()
+        return threading.Timer(0, ended.set)
+
+    monkeypatch.setattr("recipe.atropos.commands.verify_env.exit_anyway", leave)
+    instead = f"import asyncio; await asyncio.to_thread(wait_for_test); {SETUP}"
+    status, output = shown(SETUP, instead, "--timeout=0.2")
+    assert status == 1 and "await asyncio.to_thread(wait_for_test)" in output
+    assert "not done within --timeout=0.2 s" in output
 
 
 class Names:
