@@ -273,7 +273,7 @@ def export_last(run: RunDir) -> str | None:
         ExportError, ShardsError, CheckpointDamaged, ConfigurationError, DiskFull: as in ``export_checkpoint``.
     """
     config = read_config_yaml(run.config)
-    if config.trainer.save_freq <= 0 or checkpoints_of(run).newest() is None:
+    if config.trainer.save_freq <= 0 or not checkpoints_of(run).whole():
         return None
     model, only = config.actor_rollout_ref.model, "actor_rollout_ref.actor.checkpoint.save_lora_only"
     adapter = bool(model.lora_rank and OmegaConf.select(config, only))
@@ -287,7 +287,7 @@ def export(arguments: argparse.Namespace) -> str:
     if not run.config.is_file():
         raise ConfigurationError(f"{arguments.run}: no {run.config.name} there; give the folder of a run")
     checkpoint = choose_checkpoint(run, arguments.step, arguments.best)
-    newest = checkpoint == choose_checkpoint(run)
+    newest = checkpoint == checkpoints_of(run).whole()[-1]
     name = f"{'adapter' if arguments.adapter else 'model'}{'' if newest else f'-{step_of(checkpoint)}'}"
     return export_checkpoint(
         run,

@@ -60,14 +60,14 @@ class Checkpoints:
         return sorted((folder for folder, number in found.items() if number is not None), key=found.__getitem__)
 
     def newest(self) -> Path | None:
-        """Return the most recently completed checkpoint; log which folders cannot be resumed from."""
+        """Return the most recently completed checkpoint; log which folders are not complete."""
         whole = self.whole()
         for folder in self._folders():
             if folder not in whole:
                 why = f"it has no {_COMPLETE}, which this recipe writes last"
                 if (folder / _COMPLETE).exists():
                     why = "files are missing or have other sizes than when they were saved, or that file is damaged"
-                logger.warning("%s is not resumed from: %s (trainer.resume_mode=resume_path forces it)", folder, why)
+                logger.warning("%s is passed over: %s (trainer.resume_mode=resume_path resumes from it)", folder, why)
         return whole[-1] if whole else None
 
     def best(self, scores: Mapping[int, float]) -> Path | None:
@@ -192,7 +192,8 @@ def checkpoints_of(run: RunDir) -> Checkpoints:
 
 
 def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> Path:
-    """Return a run's newest complete checkpoint, the one of ``step``, or the one with the best held-out score.
+    """Return a run's newest complete checkpoint, logging newer ones that are not complete, the one of ``step``, or the
+    one with the best held-out score.
 
     Raises:
         ConfigurationError: there is none; the message says which there are.
@@ -213,7 +214,7 @@ def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) 
         return found
     if step is not None and step not in whole:
         raise ConfigurationError(f"step {step}: {run.path} has whole checkpoints of steps {sorted(whole)}")
-    return list(whole.values())[-1] if step is None else whole[step]
+    return checkpoints.newest() if step is None else whole[step]
 
 
 def model_of(folder: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from helpers.disk import fill, write_files
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint.resumption import model_identity, prepare_folder
-from recipe.atropos.checkpoint.store import Checkpoints
+from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.startup import set_aside_store
 from recipe.atropos.run.evaluations import heldout_scores
@@ -69,7 +69,16 @@ def test_run_dir_resumes_before_a_checkpoint_broken_by_hand(tmp_path, content, c
     save(tmp_path, 2, 4)
     (tmp_path / "global_step_4/complete.json").write_bytes(content)
     assert Checkpoints(tmp_path).newest().name == "global_step_2"
-    assert f"{tmp_path}/global_step_4 is not resumed from: " in caplog.text and "is damaged" in caplog.text
+    assert f"{tmp_path}/global_step_4 is passed over: " in caplog.text and "is damaged" in caplog.text
+
+
+def test_what_takes_an_older_checkpoint_says_so(tmp_path, caplog):
+    """As an export does, or a run that starts from this one's weights."""
+    run = RunDir(tmp_path)
+    save(run.checkpoints, 2, 4)
+    assert choose_checkpoint(run).name == "global_step_4" and not caplog.text
+    (run.checkpoints / "global_step_4/complete.json").unlink()
+    assert choose_checkpoint(run).name == "global_step_2" and "global_step_4 is passed over: " in caplog.text
 
 
 def test_run_dir_removes_what_a_kill_left_of_a_checkpoint(tmp_path, monkeypatch):
