@@ -212,9 +212,10 @@ def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) 
                 "evaluation.every and trainer.save_freq come at the same steps"
             )
         return found
-    if step is not None and step not in whole:
+    found = checkpoints.newest() if step is None else whole.get(step)
+    if found is None:
         raise ConfigurationError(f"step {step}: {run.path} has whole checkpoints of steps {sorted(whole)}")
-    return checkpoints.newest() if step is None else whole[step]
+    return found
 
 
 def model_of(folder: Path) -> dict[str, Any] | None:

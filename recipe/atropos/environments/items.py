@@ -119,7 +119,7 @@ class ItemsEnv(BaseEnv):
 
     async def setup(self) -> None:
         """Load both splits. Raises what ``check_config`` raises, and ConfigurationError if no item is left for it."""
-        self.train, self.test = self.load(self.config)
+        self.train, self.test = self._load(self.config)
         replica, replicas = self.shard
         self._own = range(replica, len(self.train), replicas)
         if not self._own:
@@ -132,9 +132,20 @@ class ItemsEnv(BaseEnv):
         """Try to load the problems; the launcher calls this before it starts anything.
 
         Raises:
-            ConfigurationError: an item has no level, and the curriculum needs one; and what ``load`` raises.
+            ConfigurationError: a split is empty, or an item has no level, which the curriculum needs; and what ``load``
+                raises.
         """
-        levels(config, cls.load(config)[0])
+        levels(config, cls._load(config)[0])
+
+    @classmethod
+    def _load(cls, config: ItemsEnvConfig) -> tuple[Sequence[Item], Sequence[Item]]:
+        train, test = cls.load(config)
+        if not (len(train) and len(test)):
+            raise ConfigurationError(
+                f"{cls.__name__}.load() returns {len(train)} items to train on and {len(test)} held-out ones, with "
+                f"--env.train_size={config.train_size} and --env.eval_size={config.eval_size}: each needs one at least"
+            )
+        return train, test
 
     def order(self, epoch: int) -> Sequence[int]:
         """Return the order of the training problems in an epoch."""

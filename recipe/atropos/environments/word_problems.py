@@ -3,8 +3,8 @@ r"""Word problems in GSM8K's format: generated, from a local folder, or from the
 A row is ``{"question": str, "answer": str}``, with a ``level`` if its source has one; the answer ends in
 ``#### NUMBER`` and writes its arithmetic as ``<<12+7=19>>19``, as in https://github.com/openai/grade-school-math.
 
-The generated splits share no problem by construction: a digest of its question assigns a problem to a split. The same
-(split, size, seed) gives the same rows in every process.
+The splits of a single file, and of generated problems, share no problem by construction: a digest of its question
+assigns a problem to a split. The same (split, size, seed) gives the same rows in every process.
 """
 
 import hashlib
@@ -131,8 +131,8 @@ def load_problems(
 ) -> list[Row]:
     """Return the first ``size`` rows of a split (None: all, of generated ones 4096), from any of the sources.
 
-    ``dataset`` is "synthetic" or "synthetic-steps", a ``.jsonl`` file, a folder with ``SPLIT.jsonl`` or
-    ``CONFIG/SPLIT.jsonl``, or a name on the hub (``openai/gsm8k``).
+    ``dataset`` is "synthetic" or "synthetic-steps", a ``.jsonl`` file, of which one problem in ten is held out, a
+    folder with ``SPLIT.jsonl`` or ``CONFIG/SPLIT.jsonl``, or a name on the hub (``openai/gsm8k``).
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -144,8 +144,11 @@ def load_problems(
     path = Path(dataset).expanduser()
     if looks_local(dataset) or dataset.endswith(".jsonl"):
         file = _local_file(path, split, config)
-        if not (local := [_checked(row, where) for where, row in read_jsonl(file)]):
-            raise ValueError(f"{file} holds no rows")
+        local = [_checked(row, where) for where, row in read_jsonl(file)]
+        if file == path:  # of both splits
+            local = [row for row in local if split_of(row["question"]) == split]
+        if not local:
+            raise ValueError(f"{file} holds no rows for the split {split!r}; give more")
         return local[:size]
     fix = (
         "where the hub cannot be reached, give a folder in GSM8K's format, dataset_name=FOLDER with train.jsonl and "

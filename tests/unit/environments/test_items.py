@@ -167,6 +167,18 @@ def test_difficulty_pools_hold_what_has_come_back(make_env):
     assert len(env.pool) == sum(item["solved"] != "mixed" for item in found[:30])
 
 
+@pytest.mark.parametrize(("train", "test"), [(0, 81), (81, 0)])
+def test_a_split_without_items_is_refused_before_the_start(train, test):
+    class Few(GSM8kEnv):
+        @staticmethod
+        def load(config):
+            return [{}] * train, [{}] * test
+
+    expected = rf"Few.load\(\) returns {train} items to train on and {test} held-out ones, with .*--env.eval_size=256: "
+    with pytest.raises(ConfigurationError, match=expected):
+        Few.check_config(GSM8kEnvConfig())
+
+
 def test_curriculum_needs_levels_and_names_the_item(tmp_path):
     """Before anything starts; of a program's items and of word problems too."""
     items = tmp_path / "items.jsonl"

@@ -64,6 +64,17 @@ def test_local_problems_in_gsm8ks_own_format_are_read(tmp_path, where):
     assert load_problems(str(path if where == "file" else tmp_path), "train", size=1) == [row]
 
 
+def test_a_file_of_both_splits_holds_a_tenth_out(tmp_path):
+    rows = [{"question": f"How many are {n}?", "answer": f"#### {n}"} for n in range(200)]
+    path = tmp_path / "all.jsonl"
+    path.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    train, test = (load_problems(str(path), split) for split in ("train", "test"))
+    assert sorted(train + test, key=rows.index) == rows and 10 < len(test) < 30
+    path.write_bytes(orjson.dumps(train[0]))
+    with pytest.raises(ValueError, match="all.jsonl holds no rows for the split 'test'"):
+        load_problems(str(path), "test")
+
+
 @pytest.mark.parametrize("dataset", ["/no/such/data.jsonl", "./missing", "missing.jsonl", "a/b/c"])
 def test_a_dataset_that_is_not_there_is_named(dataset):
     with pytest.raises(FileNotFoundError, match=re.escape(dataset.lstrip("./"))):
