@@ -54,6 +54,7 @@ def test_code_environment_right_passes_and_wrong_fails(sandbox):
     assert checked(sandbox, "def f() return 42") == (False, "invalid")
     assert checked(sandbox, "def f(): return 42", setup="import nowhere") == (False, "tests")
     assert checked(sandbox, "import math, re, heapq, hashlib, json, dataclasses\ndef f(): return 42")[0]
+    assert checked(sandbox, "from __future__ import annotations\ndef f() -> Never: return 42")[0]
 
 
 HOSTILE = {

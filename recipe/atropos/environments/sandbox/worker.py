@@ -31,12 +31,13 @@ _HEADER = 10
 _MOST_DESCRIPTORS = 1 << 12
 # The modules that answers and tests can import: no file can be opened later.
 _LIBRARY = (
-    "_strptime abc array ast base64 binascii bisect bz2 calendar cmath collections collections.abc concurrent.futures "
-    "contextlib copy csv dataclasses datetime decimal difflib encodings.ascii encodings.cp1252 encodings.hex_codec "
-    "encodings.idna encodings.latin_1 encodings.rot_13 encodings.utf_16 encodings.utf_32 enum fractions functools gc "
-    "graphlib hashlib heapq hmac html inspect io itertools json keyword locale logging lzma math numbers operator os "
-    "pathlib pickle pprint queue random re secrets statistics string struct subprocess sys tempfile textwrap "
-    "threading time timeit traceback types typing unicodedata unittest urllib.parse uuid warnings weakref zlib"
+    "__future__ _strptime abc array ast base64 binascii bisect bz2 calendar cmath collections collections.abc "
+    "concurrent.futures contextlib copy csv dataclasses datetime decimal difflib encodings.ascii encodings.cp1252 "
+    "encodings.hex_codec encodings.idna encodings.latin_1 encodings.rot_13 encodings.utf_16 encodings.utf_32 enum "
+    "fractions functools gc graphlib hashlib heapq hmac html inspect io itertools json keyword locale logging lzma "
+    "math numbers operator os pathlib pickle pprint queue random re secrets statistics string struct subprocess sys "
+    "tempfile textwrap threading time timeit traceback types typing unicodedata unittest urllib.parse uuid warnings "
+    "weakref zlib"
 ).split()
 _READ = b"."  # sent by the tests' process when it has read the job
 
