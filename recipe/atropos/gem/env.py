@@ -341,8 +341,9 @@ def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, A
         groups, dropped = whole[-1:], bool(whole)
     scores = []
     for group in groups:
-        if len(group["scores"]) != len(group["tokens"]):
-            raise ValueError(f"{len(group['scores'])} scores for {len(group['tokens'])} sequences")
+        found, expected = (len(group.get(name, ())) for name in ("scores", "tokens"))
+        if found != expected:
+            raise ValueError(f"{found} scores for {expected} sequences")
         scores += map(float, group["scores"])
     if not all(map(math.isfinite, scores)):
         raise ValueError(f"scores {scores}: they must be finite")

@@ -219,6 +219,13 @@ def test_gem_raises_what_goes_wrong_in_the_environment(make, mood, error, messag
     assert tasks(env) == 0
 
 
+def test_gem_names_what_a_group_without_scores_lacks():
+    from recipe.atropos.gem.env import score  # here: gem may be missing
+
+    with pytest.raises(ValueError, match="0 scores for 2 sequences"):
+        score({"tokens": [[1], [2]]}, [])
+
+
 def test_gem_errors_name_their_environment(make):
     """A prompt without room for an answer is an error too."""
     with pytest.raises(ValueError, match="an answer of 0 tokens: its prompt leaves no room") as raised:
