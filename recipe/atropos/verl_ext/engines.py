@@ -222,8 +222,9 @@ def _check_mergeable(module: torch.nn.Module) -> None:
     if others:
         raise ValueError(
             f"this adapter cannot be merged into what the servers load: {', '.join(others[:5])} "
-            f"({len(others)} in all); give actor_rollout_ref.model.target_modules linear layers, and not the output "
-            "layer of a model with tied embeddings"
+            f"({len(others)} in all); give actor_rollout_ref.model.target_modules linear layers by name, such as "
+            "[q_proj,k_proj,v_proj,o_proj], and not the output layer of a model with tied embeddings; all-linear, the "
+            "default, includes packed experts, which are no such layers"
         )
 
 

@@ -1,5 +1,5 @@
-"""Which reference policy is offloaded: the real ``_build_fsdp_module``, up to where it would wrap the model; and what a
-resumed optimizer has of the configuration.
+"""Which reference policy is offloaded (the real ``_build_fsdp_module``, up to where it would wrap the model), what a
+resumed optimizer has of the configuration, and which adapters cannot be pushed.
 """
 
 import copy
@@ -8,14 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import CPUOffload
+from transformers import AutoConfig, AutoModelForCausalLM
 from verl.utils.fsdp_utils import CPUOffloadPolicy
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from recipe.atropos.verl_ext.engines import AtroposFSDPEngine, CPUFSDPEngine
+from random_models import FAMILIES, SIZES
+from recipe.atropos.verl_ext.engines import AtroposFSDPEngine, CPUFSDPEngine, _check_mergeable
 
 
 class Wrapped(Exception):
@@ -113,3 +116,12 @@ def test_a_resumed_optimizer_has_the_configured_numbers(monkeypatch):
     same = optimized(monkeypatch, 10, lr=1.0, weight_decay=0.0, **cosine)
     same.load_checkpoint(first.state())
     assert rates(same, 6) == rates(first, 6)
+
+
+def test_packed_experts_are_refused_with_layers_to_name():
+    """PEFT counts them among ``all-linear``, which is the default."""
+    config = AutoConfig.for_model("qwen3_moe", **SIZES, **FAMILIES["qwen3_moe"], vocab_size=64)
+    with torch.device("meta"):
+        model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(ValueError, match=r"mlp.experts.*by name, such as \[q_proj,k_proj,v_proj,o_proj\].*all-linear"):
+        _check_mergeable(model)
