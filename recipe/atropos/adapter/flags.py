@@ -194,10 +194,9 @@ class CommandLine:
             code = 2
             for problem in error.errors():
                 name = ".".join(map(str, problem["loc"]))
-                given = f"--{name}={problem['input']!r}"
-                if problem["type"] == "missing":  # flags come after what config_init returns
-                    given = f"{name} needs a default in the class, or a value in config_init()"
-                print(f"error: {error.title}: {given}: {problem['msg']}", file=sys.stderr)
+                lacking = f"{name} needs a default in the class, or a value in config_init()"  # flags come later
+                what = lacking if problem["type"] == "missing" else f"--{name}={problem['input']!r}"
+                print(f"error: {error.title}: {what}: {problem['msg']}", file=sys.stderr)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         except asyncio.CancelledError:

@@ -59,8 +59,6 @@ class Shards(Mapping[str, torch.Tensor]):
         if not isinstance(first, DTensor):
             return first  # every rank has the full tensor
         sharded = [placement.is_shard() for placement in first.placements]
-        if sum(sharded) > 1 or any(placement.is_partial() for placement in first.placements):
-            raise ShardsError(f"{self.folder}: {name} is sharded as {first.placements}, which FSDP alone does not do")
         # Ranks of the first replica; the mesh holds rank numbers.
         ranks = first.device_mesh.mesh[tuple(slice(None) if shard else 0 for shard in sharded)].flatten().tolist()
         parts = [self._ranks[rank][name]._local_tensor for rank in ranks]
