@@ -1,20 +1,15 @@
-r"""The tasks of ``benchmarks/credit.py``: decisions that are checked one by one, and first policies.
+r"""The task of ``benchmarks/credit.py``: decisions that are checked one by one, and first policies.
 
 ``KeysEnv``: ``b 3 f 2 17`` on a calculator of two digits, on which the policy has to find the key that each of eight
 letters stands for: it presses ``-`` and is told what is then left, ``f 2 14``; with one number left, ``=`` ends the
 episode. A wrong key costs the outcome, but not what follows: the calculator goes on with the right one.
 
-``ListEnv``: ``372>562`` is a list to be made another one by edits: ``a+`` raises its first number, and the policy is
-told ``472>562``. So many edits are needed as the numbers differ, and a wrong one needs another to undo it, as long as
-there are turns.
-
-An environment sends what was reached after each turn as ``turn_values``, which ``environment.credit`` reads. First
+The environment sends what was reached after each turn as ``turn_values``, which ``environment.credit`` reads. First
 policies know the language and press wrong keys at random; they are evaluated as they are trained, sampled at
 temperature 1.
 """
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +23,6 @@ from recipe.atropos.environments.word_problems import Row, split_of
 
 ITEMS = 1000  # to train on
 KEYS = dict(zip("abcdefgh", "+-*+-*+-", strict=True))
-EDITS = {f"{letter}{sign}": (place, int(f"{sign}1")) for place, letter in enumerate("abc") for sign in "+-"}
 
 
 class KeysConfig(CalculatorEnvConfig):
@@ -46,12 +40,8 @@ class KeysEnv(CalculatorEnv):
     def load(cls, config: KeysConfig) -> tuple[list[Row], list[Row]]:
         """Return the items; with a curriculum those to train on have every number of steps up to ``steps``."""
         levels = [config.steps] if config.curriculum_threshold is None else range(1, config.steps + 1)
-        train = [row for steps in levels for row in cls.rows("train", ITEMS // len(levels), steps, config.seed)]
-        return train, cls.rows("test", config.eval_size, config.steps, 0)
-
-    @staticmethod
-    def rows(split: str, size: int, steps: int, seed: int) -> list[Row]:
-        return keys(split, size, steps, seed)
+        train = [row for steps in levels for row in rows("train", ITEMS // len(levels), steps, config.seed)]
+        return train, rows("test", config.eval_size, config.steps, 0)
 
     def temperature(self, split: Literal["train", "eval"]) -> float:
         return self.config.temperature
@@ -62,7 +52,7 @@ class KeysEnv(CalculatorEnv):
 
     async def collect_trajectories(self, item: Row) -> tuple[Any, list[Row]]:
         conversations = await self.converse(item, self.config.group_size, "train")
-        values = [self.reached(item, one.messages) for one in conversations]
+        values = [reached(item, one.messages) for one in conversations]
         self.percent_correct_buffer.extend(float(of_turns[-1] == 1.0) for of_turns in values)
         group = await self.score(item, [one.node for one in conversations])
         last = [of_turns[-1] for of_turns in values]
@@ -71,38 +61,11 @@ class KeysEnv(CalculatorEnv):
         return group, []
 
     async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
-        right = self.reached(problem, conversation.messages)[-1] == 1.0
+        right = reached(problem, conversation.messages)[-1] == 1.0
         return {"messages": conversation.messages, "correct": right, "score": int(right)}
 
-    def reached(self, problem: Row, conversation: Messages) -> list[float]:
-        """Return the share of right keys after each turn, from -1 for none to 1 for all that the item needs."""
-        wanted = [*(KEYS[letter] for letter in problem["question"].split()[:-1:2]), "="]
-        found, right = [], 0
-        for key, turn in zip(wanted, turns(conversation), strict=False):
-            right += turn == key
-            found.append(2 * right / len(wanted) - 1)
-        return found
 
-
-class ListEnv(KeysEnv):
-    """Conversations of at least ``steps`` edits; +1 or -1 for the list that was asked for."""
-
-    name = "list"
-
-    @staticmethod
-    def rows(split: str, size: int, steps: int, seed: int) -> list[Row]:
-        return lists(split, size, steps, seed)
-
-    def reply(self, problem: Row, messages: Messages) -> str | None:
-        *_, left = edits(problem["question"], turns(messages))
-        return left if distance(left) else None
-
-    def reached(self, problem: Row, conversation: Messages) -> list[float]:
-        """Return by how much the list is nearer after each turn: 1 at the goal, -1 where it was at first."""
-        return [1 - 2 * distance(left) / problem["level"] for left in edits(problem["question"], turns(conversation))]
-
-
-def keys(split: str, size: int, steps: int, seed: int) -> list[Row]:
+def rows(split: str, size: int, steps: int, seed: int) -> list[Row]:
     """Return ``size`` items of a split, whose level is ``steps``, in an order given by ``seed``."""
     rng, found = random.Random(f"{split} {steps} {seed}"), dict[str, Row]()
     while len(found) < size:
@@ -122,34 +85,15 @@ def pressed(text: str) -> str:
     return " ".join([*rest[1:-1], str({"+": a + b, "-": a - b, "*": a * b}[KEYS[letter]] % 100)])
 
 
-def turns(conversation: Messages) -> list[str]:
-    return [one["content"] for one in conversation if one["role"] == "assistant"]
-
-
-def lists(split: str, size: int, steps: int, seed: int) -> list[Row]:
-    """Return ``size`` items of a split that need ``steps`` edits, in an order given by ``seed``."""
-    rng, found = random.Random(f"lists {split} {steps} {seed}"), dict[str, Row]()
-    while len(found) < size:
-        question = f"{rng.randrange(1000):03}>{rng.randrange(1000):03}"
-        if distance(question) == steps and split_of(question) == split:
-            found.setdefault(question, {"question": question, "answer": f"#### {steps}", "level": steps})
-    return list(found.values())
-
-
-def distance(text: str) -> int:
-    """Return how many edits ``372>562`` needs."""
-    now, goal = text.split(">")
-    return sum(abs(int(a) - int(b)) for a, b in zip(now, goal, strict=True))
-
-
-def edits(text: str, taken: Sequence[str]) -> Iterator[str]:
-    """Yield what ``372>562`` is after each edit; what is none, or leaves the digits, changes nothing."""
-    for edit in taken:
-        if edit in EDITS:
-            place, step = EDITS[edit]
-            digit = int(text[place]) + step
-            text = text[:place] + str(min(max(digit, 0), 9)) + text[place + 1 :]
-        yield text
+def reached(problem: Row, conversation: Messages) -> list[float]:
+    """Return the share of right keys after each turn, from -1 for none to 1 for all that the item needs."""
+    keys = [*(KEYS[letter] for letter in problem["question"].split()[:-1:2]), "="]
+    turns = [one["content"] for one in conversation if one["role"] == "assistant"]
+    found, right = [], 0
+    for key, turn in zip(keys, turns, strict=False):
+        right += turn == key
+        found.append(2 * right / len(keys) - 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -159,8 +103,6 @@ class KeysRecipe(CalculatorRecipe):
     """
 
     name: ClassVar[str] = "small-policy-keys"
-    env: ClassVar[str] = "KeysEnv"
-    more_turns: ClassVar[int] = 1
 
     task_steps: int = 4
     right: float = 0.575
@@ -172,7 +114,7 @@ class KeysRecipe(CalculatorRecipe):
     batch_size: int = 32
 
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
-        return [self.presses(row, rng) for row in keys("train", self.problems, self.task_steps, 500_000 + seed)]
+        return [self.presses(row, rng) for row in rows("train", self.problems, self.task_steps, 500_000 + seed)]
 
     def presses(self, row: Row, rng: random.Random) -> Chat:
         chat, left = [message("user", row["question"])], row["question"]
@@ -183,33 +125,3 @@ class KeysRecipe(CalculatorRecipe):
             left = pressed(left)
             chat += [message("assistant", key), message("tool", left)]
         return [*chat, message("assistant", "=")]
-
-
-@dataclass(frozen=True)
-class ListRecipe(CalculatorRecipe):
-    """First policy, whose edits bring the list nearer with the probability ``right``; else it is one of the others."""
-
-    name: ClassVar[str] = "small-policy-list"
-    env: ClassVar[str] = "ListEnv"
-    more_turns: ClassVar[int] = 4
-
-    task_steps: int = 6
-    right: float = 0.6
-    problems: int = 4000
-    vocabulary: int = 320
-    steps: int = 600
-    batch_size: int = 32
-
-    def chats(self, seed: int, rng: random.Random) -> list[Chat]:
-        return [self.edited(row, rng) for row in lists("train", self.problems, self.task_steps, 500_000 + seed)]
-
-    def edited(self, row: Row, rng: random.Random) -> Chat:
-        chat, left = [message("user", row["question"])], row["question"]
-        for _ in range(self.task_steps + self.more_turns):
-            good = [edit for edit in EDITS if distance(*edits(left, [edit])) < distance(left)]
-            edit = rng.choice(good if rng.random() < self.right else [edit for edit in EDITS if edit not in good])
-            [left] = edits(left, [edit])
-            chat += [message("assistant", edit), message("tool", left)]
-            if not distance(left):
-                break
-        return chat[:-1]
