@@ -306,9 +306,11 @@ def draw(samples: dict[tuple[float, str], list[float]], steps: Sequence[int], pa
     figure = Figure((5 * len(slacks), 3.5), layout="constrained")
     panels = figure.subplots(1, len(slacks), sharey=True, squeeze=False)[0]
     for panel, slack in zip(panels, slacks, strict=True):
-        panel.set(title=f"{slack:g} errors forgiven a step", xlabel="steps", xticks=steps, ylim=(0, 1.6))
+        panel.set(title=f"{slack:g} errors forgiven a step", xlabel="steps", xticks=steps, yscale="log")
         for name in RULES:
             panel.plot(steps, samples[slack, name], marker="o", label=name)
-    panels[0].set_ylabel("samples, outcome GRPO = 1")
+    panels[0].set(ylabel="samples, outcome GRPO = 1", yticks=[0.25, 0.5, 1, 2, 4, 8, 16])
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].minorticks_off()
     panels[-1].legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path)
