@@ -198,7 +198,7 @@ def fit(model_path, server, run_dir, folder, groups, *overrides):
     folder.mkdir()
     with running_api(folder) as api, make_trainer(model_path, server, api.url, run_dir, *overrides) as trainer:
         fit_on(trainer, groups)
-    return pushed_weights(run_dir, trainer.global_steps), trainer
+    return pushed_weights(run_dir, trainer.total_training_steps), trainer
 
 
 def fit_on(trainer, groups):
