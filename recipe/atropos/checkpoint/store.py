@@ -192,7 +192,7 @@ def checkpoints_of(run: RunDir) -> Checkpoints:
 
 
 def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> Path:
-    """Return a run's newest complete checkpoint, logging newer ones that are not complete, the one of ``step``, or the
+    """Return a run's newest complete checkpoint, logging which folders are not complete; the one of ``step``, or the
     one with the best held-out score.
 
     Raises:

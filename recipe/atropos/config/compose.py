@@ -162,7 +162,7 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
         with contextlib.suppress(OmegaConfBaseException):  # a wrong reference is reported later
             value = OmegaConf.select(config, key)
             if value not in (before[key], None) and (value != 0 or value is False):
-                wrong += _unmet_condition(config, key, value)
+                wrong += _unmet_conditions(config, key, value)
     if wrong:
         keys = {key for key, _ in changes}
         values = wrong_values(OmegaConf.to_container(config))
@@ -171,14 +171,17 @@ def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = l
     return config
 
 
-def _unmet_condition(config: DictConfig, key: str, value: Any) -> Iterator[str]:
+def _unmet_conditions(config: DictConfig, key: str, value: Any) -> Iterator[str]:
+    """Yield why a key's value has no effect, if it depends on another key that has no value for it."""
     switch, values = CONDITIONAL[key]
     found = OmegaConf.select(config, switch)
     if found not in values if values else not found:
-        given = (value, found, *values)
-        shown, found, *wanted = (each if isinstance(each, str) else json.dumps(each, default=list) for each in given)
-        advice = f"set that to {' or '.join(wanted)}" if wanted else "give that too"
-        yield f"{key}={shown} has no effect with {switch}={found}; {advice}, or leave it out"
+        advice = f"set that to {' or '.join(map(_as_given, values))}" if values else "give that too"
+        yield f"{key}={_as_given(value)} has no effect with {switch}={_as_given(found)}; {advice}, or leave it out"
+
+
+def _as_given(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=list)
 
 
 def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:

@@ -28,7 +28,7 @@ def start_ray(**options: Any) -> None:
 
     Raises:
         ConfigurationError: this Ray has no token authentication.
-        AtroposError: Ray did not start, or the cluster rejected this process.
+        AtroposError: Ray did not start, or the cluster is not there, or rejected this process.
     """
     address = cluster_address(options)
     if address is None:

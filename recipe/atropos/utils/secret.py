@@ -141,4 +141,6 @@ def secret_variables(flags: list[str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(environments_key(os.environ.get(API_KEY_VARIABLE) or sys.exit(f"error: ${API_KEY_VARIABLE} is not set")))
+    if not (given := os.environ.get(API_KEY_VARIABLE)):
+        sys.exit(f"error: ${API_KEY_VARIABLE} is not set")
+    print(environments_key(given))
