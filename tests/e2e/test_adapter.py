@@ -1,5 +1,6 @@
-"""A LoRA adapter pushed by itself: real workers, two servers behind the real gateway, the second comes late, and one
-that merged weights are pushed to, to compare with. What the gateway does is in ``test_adapted.py`` too."""
+"""A LoRA adapter pushed by itself: real workers, two servers behind the real gateway, of which the second is lost after
+the first push and comes back after the last, and one that merged weights are pushed to, to compare with. What the
+gateway does is in ``test_adapted.py`` too."""
 
 import asyncio
 import contextlib
@@ -36,11 +37,12 @@ PROMPT = list(range(3, 90))  # long enough to be kept in a cache
 
 @dataclass
 class Servers:
-    """``a`` and ``b`` take adapters, behind ``gateway``; ``b`` is there from ``start("b")`` on."""
+    """``a`` and ``b`` take adapters, behind ``gateway``; both are there at first."""
 
     urls: dict[str, str]
     gateway: str
     start: Callable[[str], None]
+    stop: Callable[[str], None]
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +55,24 @@ def servers(model_path, tmp_path_factory):
     )
     flags = {"max_total_tokens": 16384, **lora_arguments(config.actor_rollout_ref.model)}
     urls = {name: f"http://127.0.0.1:{free_port()}" for name in "ab"}
-    folder = tmp_path_factory.mktemp("logs")
+    folder, services = tmp_path_factory.mktemp("logs"), {}
     with contextlib.ExitStack() as stack:
 
         def start(name):
             port = int(urls[name].rsplit(":", 1)[1])
             options = {"device": "cpu", "dtype": "float32", "extra_args": flags}
-            service = start_sglang(SGLangLaunch(str(model_path), port=port, **options), log_path=folder / name)
-            stack.callback(service.stop, grace=2)
+            services[name] = start_sglang(SGLangLaunch(str(model_path), port=port, **options), log_path=folder / name)
+            stack.callback(services[name].stop, grace=2)
 
-        start("a")
+        for name in urls:
+            start(name)
         port = free_port()
         command = [sys.executable, "-m", "recipe.atropos.inference.gateway", "--port", str(port), "--servers"]
         gateway = start_service("gateway", [*command, ",".join(urls.values())], log_path=folder / "gateway")
         stack.callback(gateway.stop, grace=2)
-        call(urls["a"], wait_healthy, timeout=250)
-        yield Servers(urls, f"http://127.0.0.1:{port}", start)
+        for url in urls.values():
+            call(url, wait_healthy, timeout=250)
+        yield Servers(urls, f"http://127.0.0.1:{port}", start, lambda name: services[name].stop(grace=2))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +135,9 @@ def story(trainer, servers):
             time.sleep(0.2)
         story.metrics.append(trainer.checkpoint_manager.update_weights(version))
         assert not version or story.across[version].is_alive(), "it was not across the push"
+        if not version:
+            servers.stop("b")
+            assert trainer.checkpoint_manager.ensure_current(0) == {"weight_sync/servers_removed": 1}
         story.names.append(word.status()["adapter"])
         story.greedy.append([call(servers.gateway, greedy) for _ in range(2)])
         batch, gap = scored_batch(trainer, servers.gateway, version + 1)
