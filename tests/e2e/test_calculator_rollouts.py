@@ -124,7 +124,9 @@ def trained(cluster, tmp_path_factory):
     torch.set_num_threads(1)  # two on cores that others use too take ten times as long
     make_small_policy(policy, recipe=ByHeart())
     torch.set_num_threads(threads)
-    (folder / "problems.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in PROBLEMS))
+    (folder / "problems").mkdir()
+    for split in ("train", "test"):
+        (folder / "problems" / f"{split}.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in PROBLEMS))
     with (
         running_sglang(policy) as (_, server),
         running_trajectory_api(folder) as api,
@@ -146,7 +148,7 @@ def trained(cluster, tmp_path_factory):
         flags = {
             "env.rollout_server_url": api.url,
             "env.tokenizer_name": policy,
-            "env.dataset_name": folder / "problems.jsonl",
+            "env.dataset_name": folder / "problems",
             "env.system_prompt": "",
             "env.group_size": SIZE,
             "env.max_num_workers": 2 * GROUPS,
