@@ -371,7 +371,7 @@ def run_all(files: list[Path], checkout: Path, model: Path, sglang: str, work: P
     return outcomes
 
 
-def summarise(outcomes: dict[Path, dict[str, Outcome]], root: Path) -> tuple[str, dict[str, float]]:
+def summarize(outcomes: dict[Path, dict[str, Outcome]], root: Path) -> tuple[str, dict[str, float]]:
     """Return the table, in Markdown, and its figures."""
 
     def cell(outcome: Outcome) -> str:
@@ -458,7 +458,7 @@ def _main(arguments: argparse.Namespace, work: Path) -> int:
         outcomes = run_all(files, checkout, model, server.url, work / "probes")
     finally:
         server.stop()
-    table, figures = summarise(outcomes, checkout / "environments")
+    table, figures = summarize(outcomes, checkout / "environments")
     print("\n" + table + "\n")
     lacking = Counter(pair["ours"].needs.split()[0] for pair in outcomes.values() if pair["ours"].needs)
     print(f"needed and not here: {dict(lacking)}")

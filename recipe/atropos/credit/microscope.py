@@ -277,6 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (low, high) in _OPTIONS.items():
         if not low <= np.min(given := getattr(options, name)) <= np.max(given) <= high:
             parser.error(f"--{name.replace('_', '-')}: give {low:g} to {high:g}")
+    if options.plot and options.plot.suffix not in (".png", ".svg"):
+        parser.error(f"--plot={options.plot}: give a .png or .svg file")
     samples: dict[tuple[float, str], list[float]] = {}
     for slack, steps in itertools.product(options.slack, options.steps):
         rng, forgiven = np.random.default_rng(0), round(slack * steps)

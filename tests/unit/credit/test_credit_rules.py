@@ -317,6 +317,12 @@ def test_microscope_refuses_what_it_cannot_measure(option, least, capsys):
     assert f"{option.split()[0]}: give {least:g} to " in capsys.readouterr().err
 
 
+def test_microscope_refuses_a_picture_that_it_cannot_draw(capsys):
+    with pytest.raises(SystemExit):
+        main(["--plot", "credit.jpeg"])
+    assert "--plot=credit.jpeg: give a .png or .svg file" in capsys.readouterr().err
+
+
 def test_microscope_draws_a_line_for_each_rule(tmp_path):
     samples = {(slack, name): [1.0, 0.5] for slack in (0.0, 1.0) for name in RULES}
     draw(samples, [1, 4], tmp_path / "credit.svg")
