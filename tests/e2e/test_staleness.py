@@ -93,7 +93,12 @@ def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server
     tokenizer, staleness = AutoTokenizer.from_pretrained(model_path), []
 
     def push(version):
-        call(server, lambda client: client.update_weights_from_disk(model_path, str(version)))
+        call(server, lambda client: update(client, str(version)))
+
+    async def update(client, version):
+        await client.pause("auto")  # what runs would keep its keys, and a flush fails
+        await client.update_weights_from_disk(model_path, version)
+        await client.resume()
 
     push(0)
     with running_trajectory_api(tmp_path) as api, environment(model_path, server, tmp_path, api.url):
