@@ -12,7 +12,6 @@ import time
 import psutil
 import pytest
 
-from helpers import ROOT
 from helpers.sglang import running_sglang
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, start_sglang
 from recipe.atropos.utils.process import ServiceFailed
@@ -42,7 +41,7 @@ def test_a_server_that_cannot_start_shows_its_own_last_lines(model_path, tmp_pat
 def test_no_process_of_the_server_outlives_a_killed_launcher(model_path, tmp_path):
     """Also after a request with n > 1, for which SGLang 0.5.12 would wait for ever."""
     code = (
-        f"import sys, time; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        f"import sys, time; sys.path[:] = {sys.path!r}\n"
         "import asyncio\n"
         "from helpers.sglang import running_sglang\n"
         "from recipe.atropos.inference.client import SGLangClient\n"
