@@ -244,8 +244,6 @@ class Session:
         """
         await self._tokens_left()
         messages = self._messages(asked)
-        if messages and messages[-1]["role"] == "assistant":
-            raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
         parent, added, new, cause = self._prompt(asked, messages, rendering)
         opening = rendering.opening(asked)
         added = [*added, *opening]
@@ -355,7 +353,8 @@ class Session:
             parent = self.tree.continued_text(asked.prompt)
             if parent is not None and (rest := rendering.after_text(parent, asked.prompt)) is not None:
                 return parent, rest, [], None
-            return None, rendering.tokenizer.encode(asked.prompt), [], None
+            ids = rendering.tokenizer.encode(asked.prompt)
+            return None, ids, [], "other" if parent is not None and parent.text != asked.prompt else None
         if asked.prompt is not None:
             parent, count = self.tree.continued_ids(as_ids(asked.prompt))
             return parent, asked.prompt[count:], [], None

@@ -198,7 +198,7 @@ class Tree:
                 best, common = history, count
         replies = any(each["role"] == "assistant" for each in messages)
         own = not replies and all(each["role"] == "system" for each in best[:common])
-        if common == len(messages) or not best or own:
+        if not best or own or len(best) > common == len(messages):
             return None
         if common == len(best):
             return "other"  # the same messages with other tools, or other arguments of the template

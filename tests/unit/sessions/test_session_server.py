@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, "the last"),
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": "a"}]}, "the last"),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "previous_response_id=7"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),

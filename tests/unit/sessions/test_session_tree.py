@@ -159,6 +159,22 @@ async def test_session_changed_histories_fork_and_say_why(tmp_path, change, caus
     assert program.session.forks == {cause: 1}
 
 
+async def test_session_replies_follow_each_other(tmp_path):
+    """As OpenAI's API has it, of agents that take over where another has answered; where a renderer cannot bridge it,
+    this is counted.
+    """
+    for template, forks in (("chatml", {}), ("qwen3", {"other": 1})):
+        rendering = qwen3() if template == "qwen3" else Rendering(chat_tokenizer(), tool_parser="qwen3")
+        policy = ScriptedPolicy(rendering.tokenizer, script=["the sum", "is"])
+        program = Program(opened(tmp_path), policy, rendering)
+        await program.ask([user("sum")])
+        await program.ask(program.seen[-1])
+        check_trained_once(policy, program.session.tree)
+        assert program.session.forks == forks
+        written = rendering.tokenizer.decode(policy.sampled[-1][0])
+        assert written.endswith("the sum<|im_end|>\n<|im_start|>assistant\n")
+
+
 async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     call = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
     program = await run(tmp_path, "chatml", [call])
@@ -201,9 +217,9 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
 
     first, then = "<|im_start|>user\n12 and 7", "<|im_end|>\n<|im_start|>user\n result: "
     if prompt == "text":
-        reply = await ask(first)
-        await ask(first + reply.content + then)
-        await ask(first + reply.content + "no end")  # after a reply that had one: a history of its own
+        said = (await ask(first)).content.removesuffix("<|im_end|>")
+        await ask(first + said + then)
+        await ask(first + said + "no end")  # after a reply that had one: a history of its own
     else:
         encode = tokenizer.encode
         reply = await ask(encode(first))
@@ -211,6 +227,7 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
         await ask(encode(first) + reply.tokens[:-1] + encode("no"))
     check_trained_once(policy, program.session.tree)
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
+    assert program.session.forks == ({"other": 1} if prompt == "text" else {})  # ids that differ are another prompt
 
 
 async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
@@ -251,9 +268,7 @@ def test_session_trees_of_any_client_lose_and_double_nothing(tmp_path, data, tem
 
     async def act():
         for _ in range(data.draw(st.integers(1, 10))):
-            kinds = (
-                ["new", "new"] if not program.seen else ["on", "on", "on", "new", "edit", "compact", "twice", "load"]
-            )
+            kinds = ["on", "on", "on", "new", "edit", "compact", "twice", "load", "more"] if program.seen else ["new"]
             kind = data.draw(st.sampled_from(kinds))
             history = list(data.draw(st.sampled_from(program.seen))) if program.seen else []
             text = data.draw(st.sampled_from(["sum", " 12 ", "and 7\n", "é"]))
@@ -265,6 +280,8 @@ def test_session_trees_of_any_client_lose_and_double_nothing(tmp_path, data, tem
                 messages = [*history, *follow(history, text)]
             elif kind == "compact":
                 messages = [history[0], *history[-1:], *follow(history, text)]
+            elif kind == "more":  # after a reply another one
+                messages = history
             else:
                 history = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in history]
                 messages = [*history, *follow(history, text)]

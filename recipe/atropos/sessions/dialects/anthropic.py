@@ -42,7 +42,10 @@ def read(body: dict[str, Any]) -> Asked:
     """
     if body.get("max_tokens") is None:
         raise RequestError("max_tokens is missing; give a whole number from 1 on")
-    return count(body)
+    asked = count(body)
+    if asked.messages[-1]["role"] == "assistant":  # which Anthropic's API goes on with, OpenAI's answers with another
+        raise RequestError("the last message is the assistant's; a session does not continue a reply: leave it out")
+    return asked
 
 
 def count(body: dict[str, Any]) -> Asked:
