@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import anthropic
+import msgspec
 import openai
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -260,6 +261,10 @@ class Sessions:
             return self.server._loaded(opened["id"])
 
         return asyncio.run_coroutine_threadsafe(loaded(), self.loop).result(30)
+
+    def state(self, opened):
+        session = self.session(opened)
+        return msgspec.to_builtins(session.state) | session.summary()
 
     def check(self, opened):
         check_trained_once(self.policy, self.session(opened).tree)

@@ -43,7 +43,7 @@ def about(session: Session) -> dict[str, Any]:
         "item": msgspec.json.encode(state.item).decode()[:_ITEM],
         **{"turns": seen["turns"], "tokens": seen["sampled"], "rows": seen["rows"]},
         "end": state.end or "running" if state.reward is None else f"reward {state.reward:g}",
-        "forks": ", ".join(f"{cause} {n}" for cause, n in session.forks.items()) or "none",
+        "forks": ", ".join(f"{cause} {n}" for cause, n in seen["forks"].items()) or "none",
     }
 
 

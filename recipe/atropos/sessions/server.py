@@ -9,8 +9,8 @@ given a session's key and this address speaks OpenAI's or Anthropic's API, and k
   headers and keep-alives at once.
 - What is sampled is recorded before it is answered, also when the client has left; see ``session``.
 
-The endpoints of the environments: ``POST /sessions``, ``GET /sessions/ID``, ``GET /sessions/ID/rows``,
-``POST /sessions/ID/reward``, and ``POST /groups`` (see ``groups``), which needs the Trajectory API.
+The endpoints of the environments: ``POST /sessions``, ``GET /sessions/ID/rows``, ``POST /sessions/ID/reward``, and
+``POST /groups`` (see ``groups``), which needs the Trajectory API.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from recipe.atropos.credit.group import Credit
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
-from recipe.atropos.sessions.dialects import DIALECTS, anthropic
+from recipe.atropos.sessions.dialects import DIALECTS, anthropic, responses
 from recipe.atropos.sessions.groups import GroupRequest, Groups
 from recipe.atropos.sessions.messages import KEEP_ALIVE, Asked, RequestError, Strict, error_body, event
 from recipe.atropos.sessions.rendering import Rendering
@@ -96,7 +96,6 @@ class SessionServer:
         app.router.add_get("/health", self.health)
         app.router.add_post("/sessions", self._of_environments(self.open))
         app.router.add_post("/groups", self._of_environments(self.open_group))
-        app.router.add_get("/sessions/{id}", self._of_environments(self.describe))
         app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
         app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
         for start in ("", "/sessions/{id}"):
@@ -179,10 +178,6 @@ class SessionServer:
         opened = [self._access(request, session) for session in sessions]
         return _json({"id": sessions[0].state.group, "sessions": opened})
 
-    async def describe(self, request: web.Request) -> web.Response:
-        session = self._loaded(request.match_info["id"])
-        return _json(msgspec.to_builtins(session.state) | session.summary())
-
     async def rows(self, request: web.Request) -> web.Response:
         """Answer with the session's rows to train on, one for each leaf; see ``Session.rows``."""
         return _json(self._loaded(request.match_info["id"]).rows())
@@ -195,8 +190,7 @@ class SessionServer:
         if values is not None and len(values) != turns:
             raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        result = msgspec.structs.asdict(ended) | {"end": end, "finished": True}
-        session.finish(**result)
+        session.finish(**msgspec.structs.asdict(ended) | {"end": end, "finished": True})
         session.cancel()
         answer = msgspec.to_builtins(session.state) | session.summary()
         if (again := self._groups.ended(session)) is not None:
@@ -226,7 +220,10 @@ class SessionServer:
         self._session(request)  # who has no key is told so before a body is read
         body = await request.read()
         session = self._session(request)
-        asked = dialect.read(_decoded(body, dict))
+        given = _decoded(body, dict)
+        if dialect is responses:
+            responses.resolve(given, lambda reply: session.recorded(session.turn(reply).number))
+        asked = dialect.read(given)
         digest = hashlib.blake2b(request.path.encode() + body, digest_size=16).digest()
         exchange = session.exchange(digest, request.headers.get("x-stainless-retry-count", "0") != "0")
         if exchange.task is None and exchange.number is None:

@@ -191,10 +191,11 @@ class Session:
     def check(self) -> None:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
         limits = self.state.limits
+        in_flight = sum(one.samples for known in self.exchanges.values() for one in known)
         if self.state.end is None:
             if limits.tokens is not None and self.sampled >= limits.tokens:
                 self.finish("tokens")
-            elif limits.turns is not None and len(self.tree.turns) + self._in_flight() >= limits.turns:
+            elif limits.turns is not None and len(self.tree.turns) + in_flight >= limits.turns:
                 self.finish("turns")
             elif self.is_late:
                 self.finish("seconds")
@@ -207,10 +208,6 @@ class Session:
     def is_late(self) -> bool:
         """Whether its seconds are over."""
         return self.state.limits.seconds is not None and time.time() - self.state.created > self.state.limits.seconds
-
-    def _in_flight(self) -> int:
-        """Return the number of requests that are sampled now."""
-        return sum(one.samples for known in self.exchanges.values() for one in known)
 
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""
@@ -225,11 +222,6 @@ class Session:
         for exchange in [exchange for known in self.exchanges.values() for exchange in known]:
             if exchange.task is not None:
                 exchange.task.cancel()
-
-    @property
-    def forks(self) -> Counter[str]:
-        """Number of histories that begin anew, by cause."""
-        return Counter(turn.cause for turn in self.tree.turns if turn.cause is not None)
 
     @property
     def sampled(self) -> int:
@@ -285,6 +277,13 @@ class Session:
             exchange.delivered = True
             self.store.set_delivered(self.state.id, exchange.number)
 
+    def turn(self, reply: str) -> Turn:
+        """Return the turn of a reply's id. Raises RequestError if there is none."""
+        for turn in self.tree.turns:
+            if turn.reply == reply:
+                return turn
+        raise RequestError(f"this session has no reply {reply:.80}", 404)
+
     def recorded(self, number: int) -> Reply:
         """Return the reply of a turn, as it was."""
         [(*_, data)] = self.store.turns(self.state.id, number)
@@ -323,7 +322,7 @@ class Session:
             "tool_calls": sum("tool_calls" in turn.messages[-1] for turn in turns),
             "repeats": sum(turn.repeats for turn in turns),
             "retries": self.state.retries,
-            "forks": dict(self.forks),
+            "forks": dict(Counter(turn.cause for turn in turns if turn.cause is not None)),
         }
 
     # ------------------------------------------------------------------ steps of a request
@@ -332,15 +331,11 @@ class Session:
         """Return the whole history: what a request continues by id, and its own messages."""
         messages = list(asked.messages)
         if asked.previous is not None:
-            before = [turn for turn in self.tree.turns if turn.reply == asked.previous]
-            if not before:
-                raise RequestError(f"previous_response_id={asked.previous}: this session has no such reply", 404)
-            history = before[0].history()
+            history = self.turn(asked.previous).history()
             if history[0].get("instructions"):
                 del history[0]  # they are of their request alone
             own = [one for one in messages[:1] if one.get("instructions")]
-            messages = own + history + messages[len(own) :]
-            messages = name_tools(messages)
+            messages = name_tools([*own, *history, *messages[len(own) :]])
         return messages
 
     def _prompt(

@@ -133,7 +133,7 @@ def test_session_turn_values_have_one_for_each_turn(sessions):
         status, answer = sessions.call("POST", path, {"reward": 1.0, "turn_values": values})
         message = f"turn_values has {len(values)} values; give 1, one for each turn of the session"
         assert (status, answer["error"]["message"]) == (400, message)
-    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["end"] is None
+    assert sessions.state(opened)["end"] is None
     assert sessions.call("POST", path, {"reward": 1.0, "turn_values": [0.5]})[0] == 200
     assert sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["turn_values"] == [[0.5]]
 

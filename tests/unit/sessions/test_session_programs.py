@@ -43,7 +43,7 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions, stream):
             assert (reply.choices[0].token_ids, reply.prompt_token_ids) == (tokens, prompt)
             assert reply.weight_versions[0]["version"] == "3"
     sessions.check(opened)
-    assert sessions.call("GET", f"/sessions/{opened['id']}")[1] | {"sampled": 0, "created": 0, "id": 0} == {
+    assert sessions.state(opened) | {"sampled": 0, "created": 0, "id": 0} == {
         "id": 0, "env": "", "item": None, "group": None, "seq": 0, "sampling": {}, "created": 0, "end": None,
         "limits": {"turns": None, "tokens": None, "seconds": None, "context": None}, "reward": None, "metrics": {},
         "turn_values": None, "finished": False, "turns": 3, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1,
@@ -52,8 +52,8 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by_id", [False, True])
-def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by_id):
+@pytest.mark.parametrize("by", ["history", "id", "references"])
+def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by):
     opened = sessions.open()
     client = sessions.openai(opened)
     sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
@@ -61,20 +61,25 @@ def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by_
     asked, history, previous = [{"role": "user", "content": "1 and 2"}], [], None
     for _ in range(3):
         history += asked
-        fields = {"input": asked, "previous_response_id": previous} if by_id else {"input": history}
+        fields = {"input": asked, "previous_response_id": previous} if by == "id" else {"input": history}
         if stream:
             with client.responses.stream(model="policy", tools=tools, **fields) as events:
                 reply = events.get_final_response()
         else:
             reply = client.responses.create(model="policy", tools=tools, **fields)
         previous = reply.id
-        history += [item.model_dump() for item in reply.output]
+        for item in reply.output:  # references, but of calls, are what Vercel's AI SDK sends
+            refers = by == "references" and item.type != "function_call"
+            history.append({"type": "item_reference", "id": item.id} if refers else item.model_dump())
         calls = [item for item in reply.output if item.type == "function_call"]
         asked = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
         asked = asked or [{"role": "user", "content": "and"}]
     assert reply.output_text == "12" and reply.status == "completed"
     sessions.check(opened)
     assert sessions.session(opened).summary()["rows"] == 1
+    for unknown in ("msg_7", f"fc_{previous.removeprefix('resp_')}_9", "?"):
+        body = {"input": [{"type": "item_reference", "id": unknown}]}
+        assert sessions.call("POST", "/v1/responses", body, opened["api_key"])[0] in (400, 404)
 
 
 def test_session_instructions_of_a_response_are_its_own(sessions):

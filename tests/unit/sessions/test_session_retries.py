@@ -24,7 +24,7 @@ def test_session_retries_get_the_recorded_reply(sessions):
     assert len(sessions.policy.sampled) == 2
     sessions.stop()
     sessions.start()
-    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["retries"] == 1
+    assert sessions.state(opened)["retries"] == 1
     sessions.check(opened)
 
 

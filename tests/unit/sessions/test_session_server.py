@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
     ("path", "body", "named"),
     [
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": "a"}]}, "the last"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "previous_response_id=7"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "no reply 7"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
     ],
 )
@@ -110,7 +110,7 @@ def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, monkeypatc
         messages += [reply["choices"][0]["message"], {"role": "user", "content": "and"}]
         sessions.open()
         assert opened["id"] not in sessions.server._sessions
-    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["rows"] == 1
+    assert sessions.state(opened)["rows"] == 1
     sessions.check(opened)
 
 
@@ -133,7 +133,7 @@ def test_session_requests_that_are_no_text_or_too_large(sessions, path, body, ke
     assert answer.status == status
     found = json.loads(answer.read())
     if status == 200:
-        assert sessions.call("GET", f"/sessions/{found['id']}")[0] == 200
+        assert sessions.call("GET", f"/sessions/{found['id']}/rows")[0] == 200
 
 
 def test_session_limit_of_turns_holds_for_requests_at_once(sessions):
@@ -156,7 +156,7 @@ def test_session_limit_of_tokens_holds_for_requests_at_once(sessions):
     assert {answer.status for answer in answers} == {200, 403}
     assert sum(answer.status == 200 for answer in answers) > 1
     assert sum(len(tokens) for _, tokens, _ in sessions.policy.sampled) <= 40
-    assert sessions.call("GET", f"/sessions/{opened['id']}")[1]["end"] == "tokens"
+    assert sessions.state(opened)["end"] == "tokens"
     sessions.check(opened)
 
 
@@ -181,7 +181,7 @@ def test_session_options_are_checked_as_it_is_opened(sessions, field, given, nam
 
 def test_session_sampling_is_written_as_sglang_takes_it(sessions):
     opened = sessions.open(sampling={"top_k": 0, "stop": "a", "seed": 7, "temperature": None})
-    state = sessions.call("GET", f"/sessions/{opened['id']}")[1]
+    state = sessions.state(opened)
     assert state["sampling"] == {"top_k": -1, "stop": ["a"], "sampling_seed": 7}
 
 

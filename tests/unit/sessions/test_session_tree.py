@@ -112,11 +112,11 @@ async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path)
     script = ["<think>so</think>19", "<think>no</think>7"]
     program = await run(tmp_path, "thinking_stripped", script, thinking="as_template")
     check_trained_once(program.policy, program.session.tree)
-    assert program.session.forks == {"thinking_stripped": 1}
+    assert program.session.summary()["forks"] == {"thinking_stripped": 1}
     first, second = program.policy.sampled
     assert "so" not in program.rendering.tokenizer.decode(second[0])
     kept = await run(tmp_path, "thinking_kept", script, thinking="as_template")
-    assert len(list(kept.session.tree.leaves())) == 1 + (kept.session.forks == {"thinking_stripped": 1})
+    assert len(list(kept.session.tree.leaves())) == 1 + (kept.session.summary()["forks"] == {"thinking_stripped": 1})
 
 
 def qwen3(**fields):
@@ -134,7 +134,7 @@ async def test_session_edits_are_named_where_a_renderer_cannot_bridge(tmp_path):
     await program.ask([*program.seen[-1], user("and?")])
     await program.ask([*program.seen[-1][:-1], {"role": "assistant", "content": "another"}, user("and?")])
     check_trained_once(policy, program.session.tree)
-    assert program.session.forks == {"message_edited": 1}
+    assert program.session.summary()["forks"] == {"message_edited": 1}
 
 
 def test_session_fields_that_a_template_lacks_have_no_effect():
@@ -156,7 +156,7 @@ async def test_session_changed_histories_fork_and_say_why(tmp_path, change, caus
     program = await run(tmp_path, "chatml", ["the sum", "is", "19"])
     await program.ask([*change(program.seen[-1]), user("and?")])
     check_trained_once(program.policy, program.session.tree)
-    assert program.session.forks == {cause: 1}
+    assert program.session.summary()["forks"] == {cause: 1}
 
 
 async def test_session_replies_follow_each_other(tmp_path):
@@ -170,7 +170,7 @@ async def test_session_replies_follow_each_other(tmp_path):
         await program.ask([user("sum")])
         await program.ask(program.seen[-1])
         check_trained_once(policy, program.session.tree)
-        assert program.session.forks == forks
+        assert program.session.summary()["forks"] == forks
         written = rendering.tokenizer.decode(policy.sampled[-1][0])
         assert written.endswith("the sum<|im_end|>\n<|im_start|>assistant\n")
 
@@ -186,7 +186,7 @@ async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
         changed = [*history[:-1], {**history[-1], "tool_calls": [written]}]
         await program.ask([*changed, {"role": "tool", "content": "3", "tool_call_id": written["id"]}])
     check_trained_once(program.policy, program.session.tree)
-    assert program.session.forks == {"tool_call_changed": 1}
+    assert program.session.summary()["forks"] == {"tool_call_changed": 1}
     assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
 
 
@@ -202,7 +202,7 @@ async def test_session_branches_share_turns_that_are_trained_once(tmp_path):
     await asyncio.gather(*(program.ask([*history, user("and?")]) for _ in range(3)))
     check_trained_once(program.policy, program.session.tree)
     leaves = list(program.session.tree.leaves())
-    assert [len(leaf.turns) for leaf in leaves] == [2, 1, 1, 1] and not program.session.forks
+    assert [len(leaf.turns) for leaf in leaves] == [2, 1, 1, 1] and not program.session.summary()["forks"]
 
 
 @pytest.mark.parametrize("prompt", ["text", "ids"])
@@ -227,7 +227,8 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
         await ask(encode(first) + reply.tokens[:-1] + encode("no"))
     check_trained_once(policy, program.session.tree)
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
-    assert program.session.forks == ({"other": 1} if prompt == "text" else {})  # ids that differ are another prompt
+    # ids that differ are another prompt
+    assert program.session.summary()["forks"] == ({"other": 1} if prompt == "text" else {})
 
 
 async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
@@ -302,4 +303,4 @@ async def test_session_conversations_of_one_system_prompt_are_no_forks(tmp_path)
     system = {"role": "system", "content": "sum"}
     for text in ("12", "7"):
         await program.ask([system, user(text)])
-    assert program.session.forks == {} and len(list(program.session.tree.leaves())) == 2
+    assert program.session.summary()["forks"] == {} and len(list(program.session.tree.leaves())) == 2

@@ -1,7 +1,7 @@
 """OpenAI's responses: a request's input and an answer's output are lists of items, several of which are one message."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
@@ -59,6 +59,16 @@ def read(body: dict[str, Any]) -> Asked:
         stream=expect(body.get("stream") or False, bool, "stream"),
         body=body,
     )
+
+
+def resolve(body: dict[str, Any], recorded: Callable[[str], Reply]) -> None:
+    """Put items of earlier answers, which ``recorded`` returns by id, in place of a request's references to them."""
+    given = body.get("input")
+    for i, item in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            name = expect(item.get("id"), str, f"input[{i}].id")
+            output = answer(Asked(), recorded(name.partition("_")[2].partition("_")[0]))["output"]
+            given[i] = next((one for one in output if one["id"] == name), item)
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:
