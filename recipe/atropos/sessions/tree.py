@@ -202,7 +202,8 @@ class Tree:
             return None
         if common == len(best):
             return "other"  # the same messages with other tools, or other arguments of the template
-        if "tool_calls" in best[common] and "tool_calls" in messages[common]:
+        calls = [{**each, "content": ""} for each in (best[common], messages[common]) if "tool_calls" in each]
+        if len(calls) == 2 and not same(*calls):
             return "tool_call_changed"
         mine, theirs = (history[common + 1 : common + 2] for history in (best, messages))
         return "message_edited" if alike(mine, theirs) or len(messages) >= len(best) else "compaction"

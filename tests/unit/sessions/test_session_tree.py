@@ -182,11 +182,11 @@ async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     [mine] = history[-1]["tool_calls"]
     same = {**mine, "id": "other", "function": {"name": "add", "arguments": '{"a":1.0, "b":2}'}}
     other = {**mine, "function": {"name": "add", "arguments": '{"a": 5}'}}
-    for written in (same, other):
-        changed = [*history[:-1], {**history[-1], "tool_calls": [written]}]
+    for written, content in ((same, ""), (other, ""), (mine, "so")):
+        changed = [*history[:-1], {**history[-1], "content": content, "tool_calls": [written]}]
         await program.ask([*changed, {"role": "tool", "content": "3", "tool_call_id": written["id"]}])
     check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary()["forks"] == {"tool_call_changed": 1}
+    assert program.session.summary()["forks"] == {"tool_call_changed": 1, "message_edited": 1}
     assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
 
 
