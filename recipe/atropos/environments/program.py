@@ -311,8 +311,6 @@ def _items(name: str, source: str, split: str) -> list[Item]:
             raise ConfigurationError(f"--env.{name}={source}: {error}") from error
     else:
         items = list(load_dataset(name, source, "give a .jsonl file, a folder or a name on the hub", split=split))
-    if not items:
-        raise ConfigurationError(f"--env.{name}={source}: no items")
     for number, item in enumerate(items, 1):
         try:
             orjson.dumps(item)  # as the session server is sent it

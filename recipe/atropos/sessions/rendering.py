@@ -193,7 +193,7 @@ class Rendering:
         rest = self.tokenizer.encode(prompt[len(turn.text or "") :], add_special_tokens=False)
         if turn.tokens[-1] in self.special:
             return rest[1:] if rest[:1] == [turn.tokens[-1]] else None
-        return rest or None
+        return rest if rest or self.text(turn.tokens.tolist()) else None  # an equal prompt may ask it again
 
 
 def _with_arguments(messages: list[Message]) -> list[Message]:

@@ -231,6 +231,18 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
     assert program.session.summary()["forks"] == ({"other": 1} if prompt == "text" else {})
 
 
+async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
+    program = await run(tmp_path, "chatml", [])
+    program.policy.script = ["the sum of 12 and 7", " is 19", "no"]
+    text = "sum"
+    for size in (2, 2, 9):
+        asked = Asked(prompt=text, sampling={"max_new_tokens": size})
+        number = await program.session.sample(asked, b"", program.rendering, program.policy, "")
+        text += program.session.recorded(number).content
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.summary()["rows"] == 1 and program.session.rows()["turn_numbers"] == [[2]]
+
+
 async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
     program = await run(tmp_path, "chatml", ["the sum", "<think>so</think>is"])
     session = program.session
