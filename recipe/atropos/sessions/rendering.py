@@ -80,8 +80,9 @@ class Rendering:
     @cached_property
     def special(self) -> frozenset[int]:
         """The ids that are no text, among them those that end a reply."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return frozenset(self.tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+        return frozenset(
+            [*self.tokenizer.all_special_ids, *(i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special)]
+        )
 
     @cached_property
     def ends(self) -> list[int]:
