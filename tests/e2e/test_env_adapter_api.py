@@ -46,7 +46,7 @@ async def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
     env = await registered(make(api))
     faults = {
         "equal_scores": made(0, scores=[1.0, 1.0]),
-        "too_long": made(0, tokens=[[1] * 100] * SIZE, masks=[[1] * 100] * SIZE),
+        "too_long": made(0, tokens=[[1] * 101] * SIZE, masks=[[1] * 101] * SIZE),
         "wrong_size": made(0, tokens=[[1, 2]], masks=[[1, 2]], scores=[1.0]),
         "no_group": None,
         "nonfinite_scores": made(0, scores=[float("nan"), 1.0]),
@@ -63,6 +63,15 @@ async def test_what_is_not_sent_is_counted_by_its_reason(api, make, caplog):
     assert (counts["not_sent/equal_scores"], counts["not_sent/no_group"], counts["groups_sent"]) == (2, 2, 1)
     assert counts["items"] == len(faults) + 1
     assert get(f"{api}/latest_example")["scores"][0] == 7.0
+
+
+async def test_adapted_sequences_may_be_as_long_as_the_trainer_takes(api, make):
+    """As answers are that an environment lets take what the prompt leaves of max_token_length."""
+    env = await registered(make(api))
+    longest = [[1] * env.config.max_token_length] * SIZE
+    env.faults[0] = [made(0, tokens=longest, masks=longest)]
+    await roll_out(env, 0)
+    assert get(f"{api}/info")["max_token_len"] == env.config.max_token_length and env.report.counts["groups_sent"] == 1
 
 
 async def test_an_item_without_a_group_has_one_reason(api, make):

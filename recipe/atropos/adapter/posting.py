@@ -206,9 +206,9 @@ class PostingEnv(BaseEnv):
         info = await api.call("GET", "/info")
         if info["batch_size"] != -1:
             self.config.batch_size = info["batch_size"]
-        if info["max_token_len"] != -1:
-            self.max_token_len = info["max_token_len"]
-        check_sizes(self.config, self.max_token_len, api.url)
+        if info["max_token_len"] > 0:
+            self.max_token_len = info["max_token_len"] + 1  # BaseEnv drops groups with a sequence of as many tokens
+        check_sizes(self.config, info["max_token_len"], api.url)
 
     async def get_status(self) -> None:
         """Get the API's status, and set how many items may be in flight."""

@@ -120,7 +120,7 @@ async def verify(
         posted.extend(orjson.loads(orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)) for group in groups)
 
     env._post = keep
-    env.max_token_len = config.max_token_length
+    env.max_token_len = config.max_token_length + 1  # as ``get_server_info`` sets it
     result = Verified(env, None, _record_calls(env), posted=posted)
     warnings = BufferingHandler(_MOST_WARNINGS)
     warnings.setLevel(logging.WARNING)

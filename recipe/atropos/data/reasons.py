@@ -64,7 +64,7 @@ class Reason(StrEnum):
     NO_GROUP = "no_group", "the environment made no group"
     MISSING_TRAJECTORIES = "missing_trajectories", "the environment made no group, or an incomplete one"
     WRONG_SIZE = "wrong_size", "another number of answers than group_size"
-    TOO_LONG = "too_long", "longer than the environment is configured for"
+    TOO_LONG = "too_long", "longer than the trainer takes"
     EQUAL_SCORES = "equal_scores", "all answers of the group have the same score: there is no advantage"
     NOT_SAMPLED = "not_sampled", "no server sampled any of its tokens"
     PARTIAL_REPLY = "partial_reply", "only the end of each reply, as by a chat template that removes thinking"
