@@ -34,6 +34,7 @@ TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes ea
 EVALUATION = 1_000_000
 
 _TEMPLATE = 8  # tokens, at most, that a template puts behind a message
+_SCANNED = 512  # keys that are looked up at once
 
 Logprobs = Sequence[float] | None
 
@@ -187,62 +188,67 @@ class CompletionCache:
         """
         work, origin = [int(token) for token in ids], list(range(len(ids) + 1))  # origin: positions in ids
         pieces: list[Piece] = []
-        before: list[int] = []  # all tokens so far, as they were sampled
+        whole = np.array(work, np.int32)  # all tokens so far, as they were sampled, and what is left of ``work``
 
         def next_from(at: int) -> tuple[int, _Fit, Completion] | None:
             """Return the first position where a completion fits, and the best one; None if there is none."""
-            for start, key in enumerate(keys_of(work[at:], before).tolist()[:-1], at):
-                if candidates := self._by_prompt.get(key):
-                    context = np.array(before + work[at:start], np.int32)
-                    there = [c for c in candidates if np.array_equal(c.prompt, context)]
-                    given = None if logprobs is None else logprobs[origin[start] :]
-                    if (best := self._best(there, work, start, given, prefer, prompt)) is not None:
-                        return start, *best
+            for low in range(done, len(keys), _SCANNED):
+                for place, key in enumerate(keys[low : low + _SCANNED].tolist(), low):
+                    if candidates := self._by_prompt.get(key):
+                        start = at + place - done
+                        there = [c for c in candidates if np.array_equal(c.prompt, whole[:place])]
+                        given = None if logprobs is None else logprobs[origin[start] :]
+                        if (best := self._best(there, work, start, given, prefer, prompt)) is not None:
+                            return start, *best
             return None
 
         at = 0
         while True:
+            keys, done = keys_of(whole)[:-1], len(whole) - len(work) + at
             found = next_from(at)
             until = len(work) if found is None else found[0]
-            if unmerged := self._unmerge(before, work, origin, at, until, prompt):
+            if unmerged := self._unmerge(whole, keys, done, work, origin, at, until, prompt):
                 start, tail, rest, positions = unmerged
                 pieces += [*_unsampled(work, origin, at, start), Piece(origin[start], positions[0], tail)]
-                before += work[at:start] + tail
+                whole = np.append(whole[:done], np.array(work[at:start] + tail + rest, np.int32))
                 work, origin, at = rest, positions, 0
                 continue
             if found is None:
                 return pieces + _unsampled(work, origin, at, len(work))
             start, fit, completion = found
             pieces += _unsampled(work, origin, at, start)
-            sampled = completion.tokens[: fit.kept].tolist()
-            piece = Piece(origin[start], origin[fit.end], sampled, completion)
-            before += work[at:start] + sampled
-            at = fit.end
-            if fit.rest:
-                rest = self.tokenizer.encode(fit.rest, add_special_tokens=False)
-                same = at - len(rest) > start and work[at - len(rest) : at] == rest
-                if same:  # only the tokens before the rest differ
-                    at -= len(rest)
-                    piece = piece._replace(end=origin[at])
-                else:
-                    work, origin = rest + work[at:], [origin[at]] * len(rest) + origin[at:]
-                    at = 0
-            pieces.append(piece)
+            sampled = completion.tokens[: fit.kept]
+            rest = self.tokenizer.encode(fit.rest, add_special_tokens=False) if fit.rest else []
+            head, behind = whole[: done + start - at], whole[done + fit.end - at :]
+            whole = np.concatenate((head, sampled, np.array(rest, np.int32), behind))
+            at = fit.end - len(rest)
+            same = at > start and work[at : fit.end] == rest  # only the tokens before the rest differ
+            pieces.append(Piece(origin[start], origin[at if same else fit.end], sampled.tolist(), completion))
+            if not same:
+                work, origin = rest + work[fit.end :], [origin[fit.end]] * len(rest) + origin[fit.end :]
+                at = 0
 
     def _unmerge(
-        self, before: list[int], work: list[int], origin: list[int], at: int, until: int, prompt: bool
+        self,
+        whole: np.ndarray,
+        keys: np.ndarray,
+        done: int,
+        work: list[int],
+        origin: list[int],
+        at: int,
+        until: int,
+        prompt: bool,
     ) -> tuple[int, list[int], list[int], list[int]] | None:
         """Find a reply whose first token in ``work`` holds the end of its prompt too, in a turn that ends by ``until``.
 
         Returns where that token is, the prompt's tokens from there on, and what is behind them, with its positions.
         """
-        own, have = ITEM.get() or (), np.array(before + work[at:], np.int32)
-        keys = keys_of(have)
-        own = [c for c in own if len(before) < len(c.prompt) and c.turn < len(keys) and keys[c.turn] == c.turn_key]
+        own = ITEM.get() or ()
+        own = [c for c in own if done < len(c.prompt) and c.turn - done < until - at and keys[c.turn] == c.turn_key]
         for known in {id(completion.prompt): completion.prompt for completion in own}.values():
-            size = min(len(known), len(have))
-            same = int(np.argmin(np.append(known[:size] == have[:size], False)))
-            start, tail = at + same - len(before), known[same:].tolist()
+            size = min(len(known), len(whole))
+            same = int(np.argmin(np.append(known[:size] == whole[:size], False)))
+            start, tail = at + same - done, known[same:].tolist()
             end = next((i for i in range(max(at, start), len(work)) if work[i] in self.special), len(work))
             if not at <= start < end <= until or not tail or not self.special.isdisjoint(tail):
                 continue
@@ -281,7 +287,7 @@ class CompletionCache:
                 if not own and (not whole or fit.rest):
                     continue  # likely a coincidence
                 kept_tokens, kept_logprobs = completion.tokens[: fit.kept], completion.logprobs[: fit.kept].tolist()
-                preferred = bool(prefer) and key_of([*completion.prompt, *kept_tokens]) in prefer
+                preferred = bool(prefer) and key_of(np.append(completion.prompt, kept_tokens)) in prefer
                 same_logprobs = given is not None and list(given[: fit.kept]) == kept_logprobs
                 # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order

@@ -3,7 +3,10 @@
 import asyncio
 import itertools
 import math
+import time
+import timeit
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -330,7 +333,6 @@ def test_sampled_token_lists_have_keys_of_their_order():
     lists = [[], [1], [2], [1, 2], [2, 1], [1, 1, 2], [2, 1, 1], [0], [0, 0]]
     assert len({key_of(ids) for ids in lists}) == len(lists)
     assert keys_of([2, 1]).tolist() == [key_of([]), key_of([2]), key_of([2, 1])]
-    assert keys_of([1], before=[2]).tolist() == [key_of([2]), key_of([2, 1])]
     long = [*range(100)]
     assert keys_of(long).tolist() == [key_of(long[:n]) for n in range(101)]
 
@@ -387,3 +389,18 @@ def test_cache_forgets_the_oldest_of_its_own_split(drifting_model, tokenizer):
     assert all(piece.completion is None for piece in cache.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
     calls = make(Scripted, drifting_model)._calls
     assert calls.caches["eval"].capacity < calls.caches["train"].capacity
+
+
+def test_cache_takes_a_time_by_tokens_not_by_turns(tokenizer):
+    """A prompt of many short replies takes about as long as one of a few long ones."""
+    seconds = {}
+    for turns in (4, 128):
+        ITEM.set(Item())
+        cache, ids = CompletionCache(tokenizer), chat(tokenizer, "go")
+        for turn in range(turns):
+            reply = sampled(cache, ids, *("abcde"[turn % 5] * (12_800 // turns)), END)
+            ids = [*ids, *reply.tokens.tolist(), *chat(tokenizer, "next")]
+        assert cache.restore_sampled(ids) == ids
+        asked = partial(cache.restore_sampled, ids)
+        seconds[turns] = min(timeit.repeat(asked, timer=time.process_time, number=1, repeat=5))
+    assert seconds[128] < 12 * seconds[4], seconds
