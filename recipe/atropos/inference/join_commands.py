@@ -47,9 +47,12 @@ def adapter_flags(env: Mapping[str, Any], openai: Mapping[str, Any]) -> dict[str
 
 
 def stock_command(env: dict[str, Any], openai: dict[str, Any], key: str) -> str:
-    """Return a bash command for an environment without the adapter, which needs a file that lists several servers."""
-    yaml_env, server = (json.dumps(values, ensure_ascii=False) for values in (env, {**openai, "api_key": key}))
-    settings = f"{{env: {yaml_env}, openai: [&policy {server}, *policy]}}"
+    """Return a bash command for an environment without the adapter, which needs a file that lists several servers, and
+    drops what has all of the trainer's tokens.
+    """
+    shorter, server = {"max_token_length": env["max_token_length"] - 1}, {**openai, "api_key": key}
+    yaml_env, yaml_server = (json.dumps(values, ensure_ascii=False) for values in ({**env, **shorter}, server))
+    settings = f"{{env: {yaml_env}, openai: [&policy {yaml_server}, *policy]}}"
     return f"python {_EXAMPLE} serve --config /dev/stdin <<< {shlex.quote(settings)}"
 
 

@@ -40,7 +40,8 @@ def test_join_commands_say_everything_to_a_shell(shown):
     expected += ["--env.max_token_length=128", "--openai.base_url=http://server:2/v1", "--openai.server_type=sglang"]
     assert parts[0] == key and set(expected) <= set(parts)
     settings = yaml.safe_load(settings)
-    assert settings["env"]["tokenizer_name"] == "/models/one of é" and settings["env"]["max_token_length"] == 128
+    assert settings["env"]["tokenizer_name"] == "/models/one of é"
+    assert settings["env"]["max_token_length"] == 127, "BaseEnv alone drops a group with a sequence of 128"
     server, same = settings["openai"]
     assert server == same and server["base_url"] == "http://server:2/v1" and server["api_key"] == key
 
