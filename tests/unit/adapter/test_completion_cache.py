@@ -3,10 +3,7 @@
 import asyncio
 import itertools
 import math
-import time
-import timeit
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
@@ -389,18 +386,3 @@ def test_cache_forgets_the_oldest_of_its_own_split(drifting_model, tokenizer):
     assert all(piece.completion is None for piece in cache.trace([*other, *ids_of(tokenizer, "ab", "cd", END)]))
     calls = make(Scripted, drifting_model)._calls
     assert calls.caches["eval"].capacity < calls.caches["train"].capacity
-
-
-def test_cache_takes_a_time_by_tokens_not_by_turns(tokenizer):
-    """A prompt of many short replies takes about as long as one of a few long ones."""
-    seconds = {}
-    for turns in (4, 128):
-        ITEM.set(Item())
-        cache, ids = CompletionCache(tokenizer), chat(tokenizer, "go")
-        for turn in range(turns):
-            reply = sampled(cache, ids, *("abcde"[turn % 5] * (12_800 // turns)), END)
-            ids = [*ids, *reply.tokens.tolist(), *chat(tokenizer, "next")]
-        assert cache.restore_sampled(ids) == ids
-        asked = partial(cache.restore_sampled, ids)
-        seconds[turns] = min(timeit.repeat(asked, timer=time.process_time, number=1, repeat=5))
-    assert seconds[128] < 12 * seconds[4], seconds
