@@ -1,6 +1,7 @@
 """The live view on a real terminal, over a run's folder."""
 
 import re
+import subprocess
 import sys
 import time
 
@@ -234,3 +235,12 @@ def test_lines_of_a_disowned_job_outlive_its_terminal(terminal, tmp_path, stoppe
     time.sleep(1)
     shell.close()
     until((tmp_path / "done").exists, 60)
+
+
+def test_lines_of_a_job_outlive_whoever_reads_them(tmp_path):
+    """As ``tee``, which ends with the terminal."""
+    (tmp_path / "program.py").write_text(DISOWNED)
+    job = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert job.stdout.readline() == b"line 0\n"
+    job.stdout.close()
+    assert job.wait(60) == 0 and (tmp_path / "done").exists()

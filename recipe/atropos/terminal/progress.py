@@ -17,7 +17,9 @@ from recipe.atropos.terminal.live_view import LiveView, shows_live
 
 
 class _LastingConsole(Console):
-    """Goes on, without output, once its terminal is gone, as it is for a job that a shell has disowned."""
+    """Goes on, without output, once its terminal is gone, as it is for a job that a shell has disowned, or whoever
+    reads its pipe, as ``tee`` is with a terminal.
+    """
 
     def _check_buffer(self) -> None:
         try:
@@ -25,10 +27,14 @@ class _LastingConsole(Console):
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            for number in (1, 2):
-                os.dup2(nothing, number)
-            os.close(nothing)
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        """Called by rich, which would end the program here."""
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nothing, number)
+        os.close(nothing)
 
 
 console = _LastingConsole(highlight=False)
