@@ -149,9 +149,13 @@ class RunDir:
             os.close(descriptor)
 
     def holder(self) -> "Holder | None":
-        """Return the process that locked the folder last, which may have ended; None if there is none."""
+        """Return the process that locked the folder last, which may have ended; None if there is none, or if the folder
+        is a copy of the one that it locked.
+        """
         try:
-            return Holder.parse(self.lock_file.read_bytes())
+            found = Holder.parse(self.lock_file.read_bytes())
+            copied = found is not None and found.is_here and found.inode not in (None, self.lock_file.stat().st_ino)
+            return None if copied else found
         except FileNotFoundError:
             return None
 
@@ -190,23 +194,27 @@ class RunDir:
             time.sleep(_LOCK_POLL_SECONDS)
         with disk_errors(self.lock_file):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, orjson.dumps(Holder.this_process()), 0)
+            os.pwrite(descriptor, orjson.dumps(Holder.this_process(os.fstat(descriptor).st_ino)), 0)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a lock, without its arguments, which may contain secrets; see ``process_lives``."""
+    """A process that holds the lock of a file, without its arguments, which may contain secrets; see ``process_lives``.
+
+    ``inode``: the file's, which a copy of it does not have; None: an earlier version recorded none.
+    """
 
     pid: int
     host: str
     command: str
     started: float
     booted: float | None = None
+    inode: int | None = None
 
     @classmethod
-    def this_process(cls) -> "Holder":
+    def this_process(cls, inode: int) -> "Holder":
         command = Path(sys.argv[0]).stem or "python"
-        return cls(os.getpid(), socket.gethostname(), command, start_time(os.getpid()), psutil.boot_time())
+        return cls(os.getpid(), socket.gethostname(), command, start_time(os.getpid()), psutil.boot_time(), inode)
 
     @classmethod
     def parse(cls, content: bytes) -> "Holder | None":

@@ -1,6 +1,7 @@
 """status, stop, logs and attach, on folders of runs; tests/e2e/test_detached_run.py has them on a real run."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,6 +71,16 @@ def test_stop_finds_a_run_after_the_clock_was_set(held, monkeypatch, capsys, sec
     assert psutil.boot_time() == booted + seconds and files.holder().lives()
     assert main(["stop", str(files.path)]) == 0 and process.wait(10) == -15
     assert "after step 10, in 0 s" in told(capsys)
+
+
+def test_stop_of_a_copy_leaves_the_run_alone(held, tmp_path, capsys):
+    """Its lock names the process too, and nobody holds it."""
+    files, process = held()
+    shutil.copytree(files.path, tmp_path / "copy")
+    assert main(["stop", str(tmp_path / "copy")]) == 0
+    assert "copy does not run" in told(capsys) and process.poll() is None
+    files.path.rename(tmp_path / "moved")
+    assert main(["stop", str(tmp_path / "moved")]) == 0 and process.wait(10) == -15
 
 
 def test_stop_waits_no_longer_than_its_timeout(held, capsys):
