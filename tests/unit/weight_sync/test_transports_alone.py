@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tenacity import stop_after_attempt
 from torch.multiprocessing import reductions
 
 from helpers.disk import size_limit
@@ -23,6 +24,7 @@ from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.servers import WeightPushError
 from recipe.atropos.weight_sync.transports import tensor
 from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets
+from recipe.atropos.weight_sync.transports.disk import DiskTransport
 from recipe.atropos.workers.actor import engine_settings
 
 pytestmark = pytest.mark.timeout(240)
@@ -36,9 +38,23 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     told = f"cannot be written to {tmp_path / 'weights'}: .*make room"
     with size_limit(150_000), pytest.raises(WeightPushError, match=told):
         send(pusher, models[1], 2)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_1"]
+    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == ["version_1"]
     send(pusher, models[1], 3)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_3"]
+    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == ["version_3"]
+
+
+def test_a_folder_that_another_run_pushes_through_is_refused(tmp_path, monkeypatch):
+    """Its version 1 would be loaded as this run's, or removed before the servers have read it."""
+    monkeypatch.setattr(DiskTransport._take_folder.retry, "stop", stop_after_attempt(2))
+    model = make_tiny_model(tmp_path / "model", 0)
+    first, second = engine([], "disk", tmp_path), engine([], "disk", tmp_path)
+    send(first, model, 1)
+    with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: another run has it"):
+        send(second, model, 1)
+    send(first, model, 2)
+    del first
+    send(second, model, 3)
+    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == ["version_3"]
 
 
 def test_the_engines_defaults_are_the_configurations_own():
