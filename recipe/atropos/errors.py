@@ -6,6 +6,7 @@ on one line and exits with a nonzero status. A few exceptions of other libraries
 """
 
 import contextlib
+import copyreg
 import errno
 import os
 import select
@@ -19,6 +20,10 @@ class AtroposError(Exception):
     """An expected failure: its message is all that a user needs. ``recoverable``: the same command can continue."""
 
     recoverable = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Without the constructor, which may take other arguments than the message: Ray passes errors on, pickled."""
+        return copyreg.__newobj__, (type(self),), {**self.__dict__, "args": self.args}
 
 
 class ConfigurationError(AtroposError, ValueError):

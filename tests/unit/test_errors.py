@@ -9,7 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import RECOVERABLE, AtroposError, ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.utils.files import DiskFull
+from recipe.atropos.inference.client import ServerGone
+from recipe.atropos.utils.files import DiskFull, FolderRemoved
 from recipe.atropos.utils.local_ray import keep_logs, start_ray
 from recipe.atropos.utils.scratch import Scratch
 
@@ -98,7 +99,18 @@ def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):
     assert note.startswith(f"then, at the end: Ray's log {logs}/") and ", and 1 others could not be copied" in note
 
 
-def test_errors_of_a_full_disk_are_told_once_after_pickling():
-    error = noted(DiskFull("/run/metrics.jsonl"), "a note")
+@pytest.mark.parametrize(
+    "error",
+    [
+        DiskFull("/run/metrics.jsonl"),
+        FolderRemoved("/run"),
+        ServerGone("http://a", "/model_info", "cannot connect"),
+        AtroposError("plain"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_a_rank_arrive_as_they_were_raised(error):
+    """Ray pickles them; one that it cannot make again would be a bug's, and no server that died in a push."""
+    error = noted(error, "a note")
     again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error) and again.__notes__ == ["a note"] and again.path == error.path
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)

@@ -51,9 +51,6 @@ class DiskFull(AtroposError, OSError):
         super().__init__(f"no space left on device: {path}; make room there, the same command then resumes the run")
         self.path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:  # the constructor takes the path, not the message
-        return type(self), (self.path,), self.__dict__
-
 
 @contextlib.contextmanager
 def disk_errors(path: str | Path) -> Iterator[None]:
