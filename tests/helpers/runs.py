@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import orjson
+import psutil
 
 from recipe.atropos.launcher.run_plan import RunPlan
 from recipe.atropos.launcher.services import Run
@@ -65,7 +66,9 @@ def make_run(folder, steps=10, total=20, pid=None, host=None, started=None, **se
     folder.mkdir(parents=True, exist_ok=True)
     files, pid = RunDir(folder), os.getpid() if pid is None else pid
     started = started if started is not None else start_time(pid) or time.time()
+    files.lock_file.touch()
     holder = {"pid": pid, "host": host or socket.gethostname(), "command": "launch_services", "started": started}
+    holder |= {"booted": psutil.boot_time(), "inode": files.lock_file.stat().st_ino}
     files.lock_file.write_bytes(orjson.dumps(holder))
     files.config.write_text(CONFIG % total)
     write_lines(files.metrics, [metrics_line(step, step / 10) for step in range(1, steps + 1)])

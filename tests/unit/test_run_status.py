@@ -8,6 +8,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import orjson
+import psutil
 import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
@@ -28,7 +29,7 @@ def health(files):
 
 
 def this(**more):
-    return {"pid": os.getpid(), "started": start_time(os.getpid()), **more}
+    return {"pid": os.getpid(), "started": start_time(os.getpid()), "booted": psutil.boot_time(), **more}
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def test_status_asks_the_endpoints_with_the_key_of_the_services(tmp_path, endpoi
     environment = {**os.environ, "ATROPOS_API_KEY": "the-trainers-key"}
     with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE) as service:
         service.stdout.readline()  # it has its environment
-        entry = {"pid": service.pid, "started": start_time(service.pid)}
+        entry = {"pid": service.pid, "started": start_time(service.pid), "booted": psutil.boot_time()}
         files = make_run(
             tmp_path / "run",
             api=entry | {"url": endpoints},

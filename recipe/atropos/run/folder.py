@@ -154,8 +154,7 @@ class RunDir:
         """
         try:
             found = Holder.parse(self.lock_file.read_bytes())
-            copied = found is not None and found.is_here and found.inode not in (None, self.lock_file.stat().st_ino)
-            return None if copied else found
+            return None if found and found.is_here and found.inode != self.lock_file.stat().st_ino else found
         except FileNotFoundError:
             return None
 
@@ -201,15 +200,15 @@ class RunDir:
 class Holder:
     """A process that holds the lock of a file, without its arguments, which may contain secrets; see ``process_lives``.
 
-    ``inode``: the file's, which a copy of it does not have; None: an earlier version recorded none.
+    ``inode``: the file's, which a copy of it does not have.
     """
 
     pid: int
     host: str
     command: str
     started: float
-    booted: float | None = None
-    inode: int | None = None
+    booted: float
+    inode: int
 
     @classmethod
     def this_process(cls, inode: int) -> "Holder":

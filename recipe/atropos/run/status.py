@@ -247,7 +247,7 @@ class RunReader:
         living = {
             name: entry
             for name, entry in listing.items()
-            if entry.get("started") is not None and process_lives(entry["pid"], entry["started"], entry.get("booted"))
+            if process_lives(entry["pid"], entry.get("started") or 0.0, entry.get("booted") or 0.0)
         }
         key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
         api = living.get("api", {}).get("url") or config.get("trainer", {}).get("atropos", {}).get("api_url")

@@ -43,8 +43,7 @@ joined by ":". A service started by a service carries both marks, so stopping th
 
 _POLL_SECONDS, _CHECK_SECONDS = 0.2, 0.1
 _KILL_SECONDS = 5.0
-_CLOCK_SECONDS = 2.0  # by which a process's start time may differ later: the clock may have been set since
-_TICKS_SECONDS = 0.1  # by which it may differ since the boot, in ticks of 10 ms
+_TICKS_SECONDS = 0.1  # by which a process's start time since the boot may differ later, in ticks of 10 ms
 _TAIL_LINES, _TAIL_COLUMNS = 20, 300
 
 _GUARDIAN = str(Path(__file__).with_name("guardian.py"))
@@ -388,16 +387,14 @@ def start_time(pid: int) -> float | None:
     return None
 
 
-def process_lives(pid: int, started: float, booted: float | None = None) -> bool:
+def process_lives(pid: int, started: float, booted: float) -> bool:
     """Return whether ``pid`` is still the process that started then, and no later one.
 
     ``booted``: ``psutil.boot_time()`` when ``started`` was recorded. Both move when the clock is set, by a resumed
-    virtual machine for example; their difference does not. None: an earlier version recorded it.
+    virtual machine for example; their difference does not.
     """
     found = start_time(pid)
-    if found is None or booted is None:
-        return found is not None and abs(found - started) < _CLOCK_SECONDS
-    return abs((found - psutil.boot_time()) - (started - booted)) < _TICKS_SECONDS
+    return found is not None and abs((found - psutil.boot_time()) - (started - booted)) < _TICKS_SECONDS
 
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:

@@ -103,7 +103,7 @@ def test_stop_may_be_interrupted_while_it_waits(held, monkeypatch, capsys):
 @pytest.mark.parametrize("host", [None, "elsewhere"])
 def test_stop_signals_no_process_of_another_run(tmp_path, host, capsys):
     """The pid belongs to another process by now, or to another machine; here, it is this test's."""
-    this = {"pid": os.getpid(), "started": start_time(os.getpid())}
+    this = {"pid": os.getpid(), "started": start_time(os.getpid()), "booted": psutil.boot_time()}
     started = None if host else 1e9
     files = make_run(tmp_path / "run", host=host, started=started, trainer=this)
     if host:
