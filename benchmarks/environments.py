@@ -440,14 +440,19 @@ def _main(arguments: argparse.Namespace, work: Path) -> int:
     if os.waitpid(child, 0)[1] != 0:
         raise RuntimeError((work / "model.log").read_text())
 
-    from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-    from recipe.atropos.utils.process import free_port
+    from recipe.atropos.inference.client import SGLangClient
+    from recipe.atropos.inference.server import SGLangLaunch, start_sglang
+    from recipe.atropos.utils.process import free_port, wait_until_healthy
+
+    async def serving() -> None:
+        async with SGLangClient(server.url) as client:
+            await wait_until_healthy(server, client.health, 240)
 
     options = {"device": "cpu", "dtype": "float32", "extra_args": {"max_total_tokens": 65536}}
     launch = SGLangLaunch(str(model), port=free_port(), **options)
     server = start_sglang(launch, log_path=work / "sglang.log")
     try:
-        asyncio.run(wait_until_serving(server, 240))
+        asyncio.run(serving())
         # Import what every environment needs once, before forking the children that share it.
         import atroposlib.api.server  # noqa: F401
         import atroposlib.envs.base  # noqa: F401

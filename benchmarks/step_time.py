@@ -19,9 +19,9 @@ from pathlib import Path
 from recipe.atropos.demo.small_policy import ensure_small_policy
 from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang
 from recipe.atropos.run.record import read_metrics
-from recipe.atropos.utils.process import free_port
+from recipe.atropos.utils.process import free_port, wait_until_healthy
 
 PHASES = ["wait", "convert", "log_prob", "advantage", "update", "push", "record", "other"]
 GROUPS, GROUP_SIZE = 16, 8  # the demonstration's step
@@ -37,8 +37,8 @@ async def seconds_to_generate(folder: Path, rounds: int) -> float:
     launch = SGLangLaunch(str(model), port=free_port(), dtype="float32")
     server = start_sglang(launch, log_path=folder / "sglang.log")
     try:
-        await wait_until_serving(server)
         async with SGLangClient(server.url) as client:
+            await wait_until_healthy(server, client.health, 600)
             times = []
             for number in range(rounds + 1):
                 chats = [[{"role": "user", "content": row["question"]}] for row in generate("train", GROUPS, number)]

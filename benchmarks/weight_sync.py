@@ -32,8 +32,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import multiprocessing
 
-from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-from recipe.atropos.utils.process import free_port
+from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang
+from recipe.atropos.utils.process import Service, free_port, wait_until_healthy
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 
 TARGETS = {"tensor": 6.0, "distributed": 2.0, "disk": 1.5}  # times the floor
@@ -176,6 +177,11 @@ def main() -> int:
     return 0 if ok else 1
 
 
+async def serving(server: Service) -> None:
+    async with SGLangClient(server.url) as client:
+        await wait_until_healthy(server, client.health, 300)
+
+
 def measure(folder: Path, layers: int, rounds: int, bucket: int) -> dict[str, float]:
     torch.set_num_threads(1)  # as in the trainer's rank that copies; the other core is the server's
     weights = make_model(folder / "model", layers)
@@ -197,7 +203,7 @@ def measure(folder: Path, layers: int, rounds: int, bucket: int) -> dict[str, fl
     peaks: dict[str, float] = {}
     version = 0
     try:
-        asyncio.run(wait_until_serving(server, 300))
+        asyncio.run(serving(server))
         for transport in TARGETS:
             pusher = AtroposCheckpointEngine(
                 bucket, True, urls=[server.url], transport=transport, directory=folder / "weights", dtype="bfloat16"

@@ -10,8 +10,8 @@ from typing import Any
 
 from random_models import make_random_model
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.server import SGLangLaunch, start_sglang, wait_until_serving
-from recipe.atropos.utils.process import Service, free_port
+from recipe.atropos.inference.server import SGLangLaunch, start_sglang
+from recipe.atropos.utils.process import Service, free_port, wait_until_healthy
 
 PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33, 34]]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "max_position_embeddings": 2048}
@@ -34,7 +34,7 @@ def running_sglang(model_path: Path | str, *, timeout: float = 240.0, **launch: 
     defaults = {"port": free_port(), "device": "cpu", "dtype": "float32", "extra_args": flags}
     service = start_sglang(SGLangLaunch(str(model_path), **(defaults | launch)), log_path=log_path)
     try:
-        asyncio.run(wait_until_serving(service, timeout))
+        call(service.url, lambda client: wait_until_healthy(service, client.health, timeout))
         yield service, service.url
     finally:
         service.stop(grace=1)  # it would take its time, and nobody waits for anything of it

@@ -20,12 +20,11 @@ from typing import Any, Literal
 
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.errors import LaunchError
-from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.files import cache_root, read_json, write_json
 from recipe.atropos.utils.gpus import WITHOUT_GPUS, nccl_variables, visible_gpus, without_expandable_segments
 from recipe.atropos.utils.machine import run_program, versions_in
-from recipe.atropos.utils.process import Service, port_is_free, start_service, wait_until_healthy
+from recipe.atropos.utils.process import Service, port_is_free, start_service
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
 from recipe.atropos.utils.sockets import holder
 
@@ -264,7 +263,7 @@ def _check_interpreter(python: str) -> None:
 def start_sglang(
     launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang", env: Mapping[str, str] | None = None
 ) -> Service:
-    """Check the launch, start the server, and return at once: see `wait_until_serving`.
+    """Check the launch, start the server, and return at once.
 
     ``env`` is added to its environment.
 
@@ -274,20 +273,6 @@ def start_sglang(
     check_launch(launch)
     command, environment = sglang_command(launch)
     return start_service(name, command, log_path=log_path, env={**(env or {}), **environment}, url=launch.url)
-
-
-async def wait_until_serving(service: Service, timeout: float = 600.0) -> float:
-    """Wait until the server generates, and return the seconds it took; the server is stopped if it does not.
-
-    Raises:
-        ServiceFailed: with the last lines of the server's log, when it died or `timeout` seconds passed.
-    """
-    try:
-        async with SGLangClient(service.url) as client:  # /health asks for no key
-            return await wait_until_healthy(service, client.health, timeout, what="serving")
-    except BaseException:
-        service.stop(grace=2)
-        raise
 
 
 # ---------------------------------------------------------------- the user's flags

@@ -21,20 +21,16 @@ class _LastingConsole(Console):
     reads its pipe, as ``tee`` is with a terminal.
     """
 
-    def _check_buffer(self) -> None:
+    def _write_buffer(self) -> None:
         try:
-            super()._check_buffer()
+            super()._write_buffer()
         except OSError as error:
-            if error.errno != errno.EIO:
+            if error.errno not in (errno.EIO, errno.EPIPE):  # at the second, rich would end the program
                 raise
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        """Called by rich, which would end the program here."""
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        for number in (1, 2):
-            os.dup2(nothing, number)
-        os.close(nothing)
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            for number in (1, 2):
+                os.dup2(nothing, number)
+            os.close(nothing)
 
 
 console = _LastingConsole(highlight=False)

@@ -36,7 +36,8 @@ class ServersGone(AtroposError, RuntimeError):
 
 @dataclass
 class ServerFleet:
-    """State of the servers of ``urls``. ``holding``: those that hold the active version.
+    """State of the servers of ``urls``. ``holding``: those that hold the active version; ``removed``: the errors of
+    those that do not answer, by URL.
 
     ``adapter``: name of the active adapter, None if all weights are pushed.
     ``timeout``: seconds for one request by ``ask``, and to wait until enough servers answer.
@@ -48,7 +49,7 @@ class ServerFleet:
     timeout: float = 600.0
     holding: set[str] = field(default_factory=set)
     adapter: str | None = None
-    _errors: dict[str, str] = field(default_factory=dict)
+    removed: dict[str, str] = field(default_factory=dict)
     _level: int = logging.INFO  # of what is missing: servers may still load until the first push
 
     def __post_init__(self) -> None:
@@ -79,10 +80,10 @@ class ServerFleet:
     def look(self, longest: float = _LONGEST_ANSWER) -> dict[str, str]:
         """Return the weight version of each server that answers in time; remove the others from rotation."""
         longest = min(self.timeout, longest)
-        versions, errors = self._ask({url: _ANSWER_OF_ONE_OUT if url in self._errors else longest for url in self.urls})
-        for url in self._errors.keys() & versions.keys():
+        versions, errors = self._ask({url: _ANSWER_OF_ONE_OUT if url in self.removed else longest for url in self.urls})
+        for url in self.removed.keys() & versions.keys():
             logger.warning("SGLang server %s answers, with weight version %s", url, versions[url])
-            del self._errors[url]
+            del self.removed[url]
         self._remove(errors)
         return versions
 
@@ -101,7 +102,7 @@ class ServerFleet:
         while len(versions) < least:
             if time.monotonic() > deadline:
                 who = f"only {len(versions)} of {len(self.urls)} SGLang servers" if versions else "no SGLang server"
-                reasons = "; ".join(self._errors.values())
+                reasons = "; ".join(self.removed.values())
                 fix = "see their logs, or correct inference.urls"
                 raise ServersGone(f"{who} answered for {limit:g} s; {fix}: {reasons}")
             meanwhile()
@@ -130,11 +131,11 @@ class ServerFleet:
         return versions, {url: str(error) for url, error in errors.items()}
 
     def _remove(self, errors: dict[str, str]) -> None:
-        for url in errors.keys() - self._errors.keys():
+        for url in errors.keys() - self.removed.keys():
             logger.log(
                 self._level, "SGLang server %s does not answer, and gets no weights until it does: %s", url, errors[url]
             )
-        self._errors |= errors
+        self.removed |= errors
         self.holding -= errors.keys()
 
     def admit(self, version: int, urls: Sequence[str]) -> None:
@@ -143,10 +144,5 @@ class ServerFleet:
         if self.gateway.serves() != (version, self.holding, self.adapter):
             self.gateway.announce(version, sorted(urls), adapter=self.adapter)
 
-    @property
-    def removed(self) -> set[str]:
-        """URLs of the servers that do not answer."""
-        return set(self._errors)
-
     def metrics(self) -> dict[str, float]:
-        return {"weight_sync/servers_removed": float(len(self._errors))}
+        return {"weight_sync/servers_removed": float(len(self.removed))}

@@ -21,8 +21,6 @@ from recipe.atropos.utils.files import PARTIAL, remove_partial, replace_folder
 from recipe.atropos.weight_sync.servers import WeightPushError, on_all
 from recipe.atropos.weight_sync.transports.bucket import NamedTensors
 
-_LOCK_SECONDS = 30.0  # for the rank of a killed trainer to exit
-
 
 class DiskTransport(WeightTransport, name="disk"):
     """Writes safetensors files, each closed once it holds ``bucket_size`` bytes or more."""
@@ -82,7 +80,7 @@ class DiskTransport(WeightTransport, name="disk"):
     @retry(
         retry=retry_if_exception_type(BlockingIOError),
         wait=wait_fixed(0.2),
-        stop=stop_after_delay(_LOCK_SECONDS),
+        stop=stop_after_delay(30.0),  # in which the rank of a killed trainer exits
         reraise=True,
     )
     def _take_folder(self) -> None:
