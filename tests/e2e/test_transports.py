@@ -110,7 +110,7 @@ def test_comparison_of_tensors_sees_a_corrupted_bucket(server, models, tmp_path,
     damage(pusher._transport, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(AssertionError, match=r"other values in \['model\.layers\.1\.mlp\.gate_up_proj\.weight'\]"):
         send(pusher, models["new"], version)
-    send(engine([server], transport, tmp_path), models["new"], version + 1)
+    send(engine([server], transport, tmp_path / "whole"), models["new"], version + 1)
     assert greedy(server) == expected(models["new"])
 
 
