@@ -1,6 +1,5 @@
 """The gateway that a trainer starts before servers of somebody else."""
 
-import asyncio
 import socket
 
 import pytest
@@ -31,7 +30,7 @@ def test_own_gateway_ends_with_the_trainer(tmp_path, capsys, monkeypatch, key):
     config = config_of(tmp_path, f"inference.api_key={key or 'null'}")
     with gateway_before(config):
         [service] = started()
-        status = asyncio.run(GatewayClient(config.inference.gateway, key).fetch_status())
+        status = GatewayClient(config.inference.gateway, key).status()
         assert [server["url"] for server in status["servers"]] == SERVERS and status["version"] is None
         told = capsys.readouterr().out
         assert f"gateway {config.inference.gateway}, in front of {', '.join(SERVERS)}" in told

@@ -262,8 +262,8 @@ class Murderer(GatewayClient):
 def test_a_gateway_that_is_lost_or_refuses_is_named(gateway):
     nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(GatewayError, match=f"no gateway answers at inference.gateway={nobody} within 1 s"):
-        GatewayClient(nobody, KEY, timeout=1).serves()
+        GatewayClient(nobody, KEY, timeout=1).status()
     with pytest.raises(GatewayError, match="HTTP 401.*API key"):
-        GatewayClient(gateway.url, "another").serves()
+        GatewayClient(gateway.url, "another").status()
     with pytest.raises(GatewayError, match=f"HTTP 400.*{nobody}"):
         GatewayClient(gateway.url, KEY).announce(1, [nobody])

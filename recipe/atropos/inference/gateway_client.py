@@ -52,9 +52,13 @@ class GatewayClient:
         """
         return await self._call("GET", "/gateway/status")
 
+    def status(self) -> dict[str, Any]:
+        """``fetch_status``, where no event loop runs."""
+        return asyncio.run(self.fetch_status())
+
     def serves(self) -> tuple[int | None, set[str], str | None]:
         """Return the active version, the URLs of the admitted servers, and the adapter's name on them."""
-        status = asyncio.run(self.fetch_status())
+        status = self.status()
         admitted = {server["url"] for server in status["servers"] if server["state"] == "admitted"}
         return status["version"], admitted, status["adapter"]
 
