@@ -15,6 +15,7 @@ SMALLEST = {  # where it is not --smoke
     "faults": ["--only=gateway KILL generation"],
     "models": ["--only=qwen2"],
     "sandbox": ["--quick"],
+    "sessions": ["--quick"],
 }
 
 
