@@ -6,7 +6,7 @@ solved, and compares the tokens that were sampled for it. Settled before the run
 - Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 1 and
   4 the first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain
   (with 1 key it presses eight different ones; of three, neither GRPO nor lam 0 passed 58%). As a task of another kind,
-  without a target, a grid on which 6 moves are needed and 10 can be made, 61% of them right at first.
+  without a target, a grid on which 6 moves are needed and 12 can be made, 61% of them right at first.
 - Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
   prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals
   GRPO of larger groups, GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes

@@ -203,7 +203,7 @@ class GridRecipe(CalculatorRecipe):
 
     name: ClassVar[str] = "small-policy-grid"
     env: ClassVar[str] = "GridEnv"
-    more_turns: ClassVar[int] = 4
+    more_turns: ClassVar[int] = 6
     turn_tokens: ClassVar[int] = 44
 
     task_steps: int = 6
