@@ -25,7 +25,7 @@ _HEAD = """\
 Made by `python scripts/configuration_page.py`.
 
 Give a key as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` or `recipe.atropos.main`, or in a YAML
-file (`--config FILE`). The order of precedence: command line, file, preset,
+file (`--config FILE`). Precedence: command line, file, preset,
 [`trainer.yaml`](../recipe/atropos/config/trainer.yaml), verl's `ppo_trainer`. Everything is checked before anything
 starts. An unknown key is an error that names the nearest one, with or without `+`; so is a key of verl's that has no
 effect here ([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead; verl's other keys
@@ -61,12 +61,15 @@ def _body(page: Sequence[str], sections: Mapping[str, Mapping[str, tuple[str, ..
 
 
 def _repetition(section: str, sections: Mapping[str, Mapping[str, tuple[str, ...]]]) -> str | None:
-    """Of a section that has the keys of an earlier one: which, and the defaults that differ."""
+    """Of a section that has the keys of an earlier one: which, those that it lacks, and the defaults that differ."""
     keys = sections[section]
     for other in list(sections)[: list(sections).index(section)]:
-        if {name: row[:2] for name, row in keys.items()} == {name: row[:2] for name, row in sections[other].items()}:
+        if {(name, *row[:2]) for name, row in keys.items()} <= {
+            (name, *row[:2]) for name, row in sections[other].items()
+        }:
+            lacking = [f"no `{name}`" for name in sections[other] if name not in keys]
             differ = [f"`{name}`: {keys[name][2]}" for name in keys if keys[name] != sections[other][name]]
-            but = f", but {', '.join(differ)}" if differ else ""
+            but = f", but {', '.join(lacking + differ)}" if lacking + differ else ""
             return f"`{section}` has the keys of `{other}`, with the same defaults{but}.\n"
     return None
 

@@ -21,12 +21,17 @@ FREE = (
     "actor_rollout_ref.model.override_config",
     "actor_rollout_ref.actor.optim.override_optimizer_config",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision",
-    "actor_rollout_ref.actor.fsdp_config.wrap_policy",
     "actor_rollout_ref.ref.fsdp_config.mixed_precision",
-    "actor_rollout_ref.ref.fsdp_config.wrap_policy",
     "ray_kwargs.ray_init",
 )
-_ONLY_IN_DATACLASSES = ("actor_rollout_ref.actor.checkpoint.save_lora_only",)  # verl's, but not in its YAML
+_ONLY_IN_CODE = (  # verl's, but not in its YAML
+    "actor_rollout_ref.actor.checkpoint.save_lora_only",
+    *(
+        f"actor_rollout_ref.{role}.fsdp_config.wrap_policy.{key}"
+        for role in ("actor", "ref")
+        for key in ("transformer_layer_cls_to_wrap", "disable")
+    ),
+)
 _MISSPELLED = 0.92  # similarity of two dotted keys from which on one is taken for the other, misspelled
 _T = TypeVar("_T")
 # Keys of other recipes that join Atropos and verl, and their names here; docs/migration.md lists all.
@@ -106,7 +111,7 @@ def checked(key: str, value: Any, known: Mapping[str, Any], shipped: DictConfig)
     if is_free(key):
         return key, value
     reason = unsupported(key)[0]
-    if key not in known and key not in _ONLY_IN_DATACLASSES:
+    if key not in known and key not in _ONLY_IN_CODE:
         meant = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=_MISSPELLED)), None) if reason else None
         if not reason or (meant and not unsupported(meant)[0]):
             near = f"; did you mean {meant}?" if meant else _nearest(key, known)

@@ -37,6 +37,7 @@ def check_config(config: DictConfig) -> None:
         chain(
             _algorithm(config),
             _loss(config),
+            _ranks(config),
             _micro_batches(config),
             _precision(config),
             correction_rules(config.algorithm.rollout_correction),
@@ -99,6 +100,30 @@ def _training(config: DictConfig) -> Rules:
         f"trainer.resume_from_path={trainer.resume_from_path} with trainer.resume_mode={trainer.resume_mode}: give "
         "both, resume_mode=resume_path and the folder global_step_N, or neither",
     )
+
+    contents = config.actor_rollout_ref.actor.checkpoint
+    for key in ("save_contents", "load_contents"):
+        yield (
+            "model" not in contents[key],
+            f"actor_rollout_ref.actor.checkpoint.{key}={list(contents[key])} lacks model: a run that is resumed, or a "
+            "trainer that is restarted, would go on from the first weights; add it",
+        )
+
+
+def _ranks(config: DictConfig) -> Rules:
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for role in ("actor", "ref"):
+        settings = config.actor_rollout_ref[role]
+        sharded, shared = settings.fsdp_config.fsdp_size, sequence_parallel(settings)
+        for key, size, wrong in (
+            ("fsdp_config.fsdp_size", sharded, 0 <= sharded < ranks and (sharded == 0 or ranks % sharded)),
+            ("ulysses_sequence_parallel_size", shared, ranks % shared),
+        ):
+            yield (
+                wrong,
+                f"actor_rollout_ref.{role}.{key}={size} does not divide trainer.nnodes * trainer.n_gpus_per_node = "
+                f"{ranks}, the number of ranks; change either",
+            )
 
 
 def _weight_sync(config: DictConfig) -> Rules:
@@ -317,11 +342,6 @@ def _model(config: DictConfig) -> Rules:
         quantization,
         f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
         "weights are pushed to the servers; give a bfloat16 checkpoint",
-    )
-    yield (
-        config.actor_rollout_ref.actor.fsdp_config.qat.enable,
-        "actor_rollout_ref.actor.fsdp_config.qat.enable=true trains for quantized servers, and unquantized weights are "
-        "pushed; set it to false",
     )
     for flag, value in config.inference.args.items():
         yield (

@@ -203,11 +203,14 @@ class Optimizer(VerlSection):
 
 class FSDP(VerlSection):
     param_offload: bool = about("Keep parameters in host memory between uses")
-    optimizer_offload: bool = about("The same for the optimizer's state")
     reshard_after_forward: bool = about("Free gathered parameters after the forward pass")
     fsdp_size: int = about("Ranks that share one copy of the parameters; -1: all")
     model_dtype: TorchDtype = about("Of the parameters that the optimizer updates")
     seed: int = about("Of a new LoRA adapter")
+
+
+class TrainedFSDP(FSDP):
+    optimizer_offload: bool = about("The optimizer's state in host memory")
 
 
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
@@ -249,7 +252,7 @@ class Actor(VerlSection):
     use_torch_compile: bool = about("Compile the computation of entropies")
     ulysses_sequence_parallel_size: Count = about("Ranks that share a sequence")
     optim: Optimizer
-    fsdp_config: FSDP
+    fsdp_config: TrainedFSDP
     checkpoint: Checkpoint
 
 

@@ -17,9 +17,11 @@ _TOKENIZER = (
     "actor_rollout_ref.model.path, a folder that has them",
 )
 _PROFILER = ("verl's profiler is not started by this recipe's training loop", None)
+_QAT = ("unquantized weights are pushed", None)
 _OWN_LOOP = ("this recipe has a training loop of its own", None)
 _MEGATRON = ("only the FSDP engines are supported", None)
 _REFERENCE = ("the reference policy computes no entropies", None)
+_NOT_TRAINED = ("the reference policy is not trained", None)
 _ROLE = ("the actor is trained, and the reference policy is not", None)
 
 UNSUPPORTED: dict[str, tuple[str, str | None]] = {
@@ -104,15 +106,19 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "actor_rollout_ref.actor.data_loader_seed": ("mini-batches are whole groups in the order of their arrival", None),
     "actor_rollout_ref.actor.use_prefix_grouper": _OWN_LOOP,
     "actor_rollout_ref.actor.freeze_vision_tower": ("only language models are trained", None),
-    "actor_rollout_ref.actor.qat": ("unquantized weights are pushed", None),
-    "actor_rollout_ref.ref.use_torch_compile": (
-        "the engine reads another key",
-        "actor_rollout_ref.ref.fsdp_config.use_torch_compile",
-    ),
+    "actor_rollout_ref.actor.qat": _QAT,
     **{
-        f"actor_rollout_ref.ref.entropy_{key}": _REFERENCE
-        for key in ("from_logits_with_chunking", "from_logits_chunk_size", "checkpointing")
+        f"actor_rollout_ref.ref.{section}{key}": _REFERENCE
+        for section in ("", "fsdp_config.")
+        for key in (
+            "entropy_from_logits_with_chunking",
+            "entropy_from_logits_chunk_size",
+            "entropy_checkpointing",
+            "use_torch_compile",
+        )
     },
+    "actor_rollout_ref.ref.fsdp_config.optimizer_offload": _NOT_TRAINED,
+    "actor_rollout_ref.ref.fsdp_config.use_no_sync_for_gradient_accumulation": _NOT_TRAINED,
     **{
         f"actor_rollout_ref.{role}.fsdp_config.{key}": why
         for role in ("actor", "ref")
@@ -127,6 +133,7 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
             ("strategy", ("it is overwritten", f"actor_rollout_ref.{role}.strategy")),
             ("forward_only", _ROLE),
             ("turbo_config", _MEGATRON),
+            ("qat", _QAT),
         )
     },
     "actor_rollout_ref.actor.optim.total_training_steps": ("it is the trainer's", "trainer.total_training_steps"),
@@ -135,10 +142,12 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
         "actor_rollout_ref.actor.optim.lr_scheduler_type",
     ),
     "actor_rollout_ref.actor.checkpoint.async_save": ("the FSDP engines save in place", None),
+    "actor_rollout_ref.actor.checkpoint.strict": _MEGATRON,
     "actor_rollout_ref.model.tokenizer_path": _TOKENIZER,
     "actor_rollout_ref.model.hf_config_path": _TOKENIZER,
     "actor_rollout_ref.model.custom_chat_template": _TOKENIZER,
     "actor_rollout_ref.model.mtp": _MEGATRON,
+    "actor_rollout_ref.model.tiled_mlp": ("the FSDP engines do not read it", None),
     "actor_rollout_ref.model.lora": (
         "it is the Megatron engine's",
         "actor_rollout_ref.model.lora_rank, lora_alpha, target_modules, exclude_modules or lora_adapter_path",
@@ -151,6 +160,12 @@ _CORRECTION, _ACTOR, _LOSS = "algorithm.rollout_correction.", "actor_rollout_ref
 _CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
     ("algorithm.use_kl_in_reward", (True,), ("kl_ctrl.kl_coef", "kl_ctrl.type", "kl_penalty"), "algorithm."),
     ("algorithm.kl_ctrl.type", ("adaptive",), ("horizon", "target_kl"), "algorithm.kl_ctrl."),
+    (
+        "algorithm.adv_estimator",
+        ("grpo_atropos", "grpo", "grpo_passk", "grpo_vectorized"),
+        ("norm_adv_by_std_in_grpo",),
+        "algorithm.",
+    ),
     (f"{_CORRECTION}rollout_is", (), ("rollout_is_threshold", "rollout_is_batch_normalize"), _CORRECTION),
     (f"{_CORRECTION}rollout_rs", (), ("rollout_rs_threshold",), _CORRECTION),
     (f"{_CORRECTION}bypass_mode", (True,), ("loss_type",), _CORRECTION),
@@ -179,6 +194,36 @@ _CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
         (f"{role}.log_prob_use_dynamic_bsz", (dynamic,), (f"log_prob_{size}_per_gpu",), f"{role}.")
         for role in ("actor_rollout_ref.rollout", "actor_rollout_ref.ref")
         for dynamic, size in ((True, "max_token_len"), (False, "micro_batch_size"))
+    ),
+    *(
+        (f"actor_rollout_ref.{role}.strategy", (strategy,), keys, f"actor_rollout_ref.{role}.fsdp_config.")
+        for role in ("actor", "ref")
+        for strategy, keys in (
+            ("fsdp", ("use_orig_params", "wrap_policy.min_num_params")),
+            ("fsdp2", ("offload_policy",)),
+        )
+    ),
+    *(
+        (f"{_ACTOR}fsdp_config.{switch}", (True,), keys, _ACTOR)
+        for switch, keys in (
+            (
+                "entropy_from_logits_with_chunking",
+                ("entropy_from_logits_chunk_size", "fsdp_config.entropy_from_logits_chunk_size"),
+            ),
+            ("pad_to_length", ("fsdp_config.pad_to_length_bucket",)),
+        )
+    ),
+    (
+        "actor_rollout_ref.model.use_remove_padding",
+        (True,),
+        ("actor.pad_to_length", "actor.fsdp_config.pad_to_length", "actor.ulysses_sequence_parallel_size"),
+        "actor_rollout_ref.",
+    ),
+    (
+        "actor_rollout_ref.model.use_fused_kernels",
+        (True,),
+        ("fused_kernel_options.impl_backend",),
+        "actor_rollout_ref.model.",
     ),
     (
         "actor_rollout_ref.model.lora_rank",

@@ -183,6 +183,11 @@ WITHOUT_EFFECT = {
     f"{ROLLOUT}.engine_kwargs.vllm=3": "set inference.args.FLAG",
     "critic.optm.lr=1": "no critic is trained",
     "reward.manger=dapo": "environment.reward_bridge",
+    f"{ACTOR}.fsdp_config.qat.enable=true": "unquantized weights are pushed",
+    f"{ACTOR}.checkpoint.strict=false": "only the FSDP engines",
+    f"{MODEL}.tiled_mlp.enabled=true": "the FSDP engines do not read it",
+    f"{REF}.fsdp_config.optimizer_offload=true": "the reference policy is not trained",
+    f"{REF}.fsdp_config.entropy_checkpointing=true": "the reference policy computes no entropies",
 }
 
 
@@ -215,6 +220,10 @@ def test_schema_names_all_wrong_keys_in_one_answer():
         (f"{ACTOR}.policy_loss.dro_beta=0.5", f"{ACTOR}.policy_loss.loss_mode=vanilla", "dro"),
         (f"{ACTOR}.optim.zero_indexed_step=false", f"{ACTOR}.optim.lr_scheduler_type=constant", "cosine"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", f"{ACTOR}.use_dynamic_bsz=true", "false"),
+        (f"{ACTOR}.fsdp_config.pad_to_length_bucket=512", f"{ACTOR}.fsdp_config.pad_to_length=false", "true"),
+        (f"{ACTOR}.fsdp_config.use_orig_params=true", f"{ACTOR}.strategy=fsdp2", "fsdp"),
+        (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=9", f"{ACTOR}.strategy=fsdp2", "fsdp"),
+        (f"{MODEL}.fused_kernel_options.impl_backend=triton", f"{MODEL}.use_fused_kernels=false", "true"),
         (f"{MODEL}.target_modules=[q_proj]", f"{MODEL}.lora_rank=0", None),
         (f"{MODEL}.lora_adapter_path=/some/adapter", f"{MODEL}.lora_rank=0", None),
     ],
@@ -256,6 +265,10 @@ def test_schema_conditions_are_of_keys_that_there_are():
             f"{REF}.log_prob_max_token_len_per_gpu=9 has no room",
         ),
         ([f"{ACTOR}.fsdp_config.mixed_precision.param_dtyp=fp32"], "mixed_precision.param_dtyp: no such key"),
+        ([f"{ACTOR}.fsdp_config.wrap_policy={{min_params: 9}}"], "wrap_policy.min_params: no such key"),
+        (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "grpo=false has no effect with"),
+        ([f"{ACTOR}.pad_to_length=true", f"{MODEL}.use_remove_padding=false"], "pad_to_length=true has no effect with"),
+        ([f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.offload_policy=true"], "offload_policy=true has no effect"),
         (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect with algorithm.adv_estimator=grpo_atropos"),
     ],
 )
@@ -267,7 +280,7 @@ def test_schema_of_several_keys_is_checked_before_a_start(options, told):
 def test_schema_refuses_another_value_than_the_followed_keys():
     [told] = refusal(f"{ROLLOUT}.dtype=bfloat16", "inference.dtype=float16")
     assert "rollout.dtype=bfloat16 has no effect here: " in told and "inference.dtype" in told
-    [told] = refusal("actor_rollout_ref.ref.fsdp_config.use_torch_compile=7")
+    [told] = refusal(f"{ACTOR}.fsdp_config.use_torch_compile=7")
     assert "use_torch_compile=7: give true or false" in told
 
 

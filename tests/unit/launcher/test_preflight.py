@@ -59,7 +59,7 @@ CASES = {
     f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
     f"{ATROPOS}.distillation.use_policy_loss=false": "give a loss_coef",
     f"{ATROPOS}.distillation.loss_coef=1 actor_rollout_ref.model.use_fused_kernels=true": "needs whole logits",
-    f"{ATROPOS}.distillation.loss_coef=1 {ACTOR}.ulysses_sequence_parallel_size=2": "needs whole logits",
+    f"{ATROPOS}.distillation.loss_coef=1 trainer.nnodes=2 {ACTOR}.ulysses_sequence_parallel_size=2": "whole logits",
     f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false {ACTOR}.use_kl_loss=true": (
         "leaves out the KL and entropy terms"
     ),
@@ -69,6 +69,11 @@ CASES = {
     "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]": (
         "give save_contents=[model], of which model holds base and adapter"
     ),
+    f"{ACTOR}.checkpoint.save_contents=[hf_model]": "lacks model: a run that is resumed",
+    f"{ACTOR}.checkpoint.load_contents=[optimizer]": "load_contents=.* lacks model",
+    f"{ACTOR}.fsdp_config.fsdp_size=0": "fsdp_size=0 does not divide .* = 1, the number of ranks",
+    f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=4": "fsdp_size=3 does not divide",
+    f"{ACTOR}.ulysses_sequence_parallel_size=3 trainer.n_gpus_per_node=4": "parallel_size=3 does not divide",
     f"{ATROPOS}.replay=/no/such/folder": "no batches there; give the folder trajectories",
     "sessions.renderer=qwen": "sessions.renderer=qwen; choose one of auto, .*default, .*qwen3, ",
     "sessions.tool_parser=qwen": "sessions.tool_parser=qwen; choose one of deepseek-v3, glm, qwen3",
@@ -94,12 +99,13 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         "actor_rollout_ref.model.lora_rank=8",
         ADAPTER_ONLY,
         f"{ADAPTER_ONLY} inference.urls=[http://h:1]",
-        f"{SHARED} {ACTOR}.ulysses_sequence_parallel_size=2",
-        f"{SHARED} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+        f"{SHARED} {ACTOR}.ulysses_sequence_parallel_size=2 trainer.nnodes=2",
+        f"{SHARED} {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2 trainer.nnodes=2",
+        f"{ACTOR}.fsdp_config.fsdp_size=8 trainer.nnodes=2",
         "sessions.renderer=default sessions.tool_parser=qwen3.5",
         "sessions.renderer=glm-4.5",
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(changed_config(compose_config(*MODEL), overrides.split()))

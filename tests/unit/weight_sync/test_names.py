@@ -349,8 +349,5 @@ def test_names_of_quantized_models_are_refused_before_the_start(make_model, tmp_
     quantized = quantized_copy(model, tmp_path / "fp8")
     with pytest.raises(ConfigurationError, match=rf"actor_rollout_ref\.model\.path={quantized} is quantized \(fp8\)"):
         check_config(compose_config(*LONG, f"actor_rollout_ref.model.path={quantized}"))
-    with pytest.raises(ConfigurationError, match=r"fsdp_config\.qat\.enable=true trains for quantized servers"):
-        qat = "actor_rollout_ref.actor.fsdp_config.qat.enable=true"
-        check_config(compose_config(*LONG, f"actor_rollout_ref.model.path={model}", qat))
     with pytest.raises(ConfigurationError, match=r"inference\.args\.quantization=fp8: a quantized server cannot"):
         check_config(compose_config(*LONG, f"actor_rollout_ref.model.path={model}", "+inference.args.quantization=fp8"))
