@@ -12,11 +12,13 @@ import wandb
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
+from helpers.disk import write_files
 from helpers.runs import prepare_trainer, run_of
 from recipe.atropos import main
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys, prepare_folder
 from recipe.atropos.checkpoint.store import Checkpoints
+from recipe.atropos.commands.replay import replay
 from recipe.atropos.config.compose import (
     compose_config,
     differences,
@@ -31,6 +33,8 @@ from recipe.atropos.environments.word_problems import GSM8K, load_problems
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.trajectory_api.store import DATABASE
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
 from recipe.atropos.workers.actor import engine_settings
@@ -98,6 +102,28 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file):
     own = tmp_path / "own.yaml"
     own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
+
+
+def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch):
+    """With the keys that follow it, in Hydra's grammar, and refused where it has no effect beside the run's own."""
+    actor, trained = "actor_rollout_ref.actor", []
+    run_file("preset=demo", f"{actor}.use_kl_loss=true")
+    write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
+    monkeypatch.setattr("recipe.atropos.main.run", trained.append)
+    given = [f"{actor}.clip_ratio=0.3", f"++{actor}.kl_loss_coef=0.1", "run.name='a b'", "trainer.logger=[]"]
+    assert replay(tmp_path, given) is False, "there is no checkpoint to compare with"
+    [config] = trained
+    changed = config.actor_rollout_ref.actor
+    assert (changed.clip_ratio, changed.clip_ratio_low, changed.clip_ratio_high) == (0.3, 0.3, 0.3)
+    assert (changed.kl_loss_coef, config.run.name, config.trainer.logger) == (0.1, "a b", [])
+    assert config.run.dir == str(tmp_path.with_name(f"{tmp_path.name}-replay"))
+    for word, told in {
+        "trainer.test_freq=5": "has no effect here",
+        f"{actor}.ppo_micro_batch_size_per_gpu=2": "has no effect with",
+        "trainer.save_frequ=1": "did you mean trainer.save_freq",
+    }.items():
+        with pytest.raises(ConfigurationError, match=told):
+            replay(tmp_path, [word])
 
 
 def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file, monkeypatch):

@@ -8,10 +8,20 @@ kept its batches (``api.retention=all``, the default).
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
-from recipe.atropos.config.compose import load_recorded, with_values
+from recipe.atropos.config.compose import (
+    compose_config,
+    given_keys,
+    leaves,
+    load_recorded,
+    quoted,
+    resolved,
+    with_values,
+)
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
@@ -38,9 +48,8 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
         "inference.gateway": None,
         "evaluation.evaluated_file": None,
     }
-    config = with_values(load_recorded(RunDir(run).config), settings)
-    OmegaConf.set_struct(config, True)  # an unknown key is a misspelled one
-    config.merge_with_dotlist(list(overrides))
+    recorded = load_recorded(RunDir(run).config)
+    config = resolved(with_values(recorded, settings | _changes(RunDir(run), overrides)))
     decide_device(config)
     check_config(config)
     train(config)
@@ -55,6 +64,18 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
     else:
         print(f"weights after step {step}: the same, bit for bit")
     return not differing
+
+
+def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values that ``overrides`` change, also of the keys that follow theirs; checked as those of a run."""
+    if not overrides:
+        return {}
+    own = [f"config={quoted(run.config)}" if run.given.exists() else f"{MODEL_KEY}=any"]
+    before, after = (
+        dict(leaves(OmegaConf.to_container(resolved(compose_config([*own, *words]))))) for words in ((), overrides)
+    )
+    given = given_keys(overrides)
+    return {key: value for key, value in after.items() if key in given or key not in before or before[key] != value}
 
 
 def differing_tensors(one: Path, other: Path) -> list[str]:
