@@ -128,8 +128,6 @@ def _start_trainer(run: Run, before: set[tuple[Path, int]]) -> Service:
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(run.complete))]),
         API_KEY_VARIABLE: run.api_key,
-        "TENSORBOARD_DIR": str(run.files.tensorboard),
-        "WANDB_DIR": str(run.files.path),
     }
     return run.start("trainer", trainer_command(run), **variables)
 
