@@ -39,19 +39,24 @@ def prepare_folder(
     Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
     Raises:
-        ConfigurationError: the folder has another format, or the checkpoint to resume from is of another model, of
-            another number of ranks, or beyond the last step.
+        ConfigurationError: the folder has another format, its checkpoints are another run's, or the checkpoint to
+            resume from is of another model, of another number of ranks, or beyond the last step.
         RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
     folder.remove_partial()
-    checkpoints = Checkpoints(config.trainer.default_local_dir)
+    checkpoints = _own_checkpoints(folder, config)
     checkpoints.remove_incomplete()
     resumed = check_folder(folder, config)
     model = model_identity(config.actor_rollout_ref.model.path)
-    identity = {"format": FORMAT, "model": model, "versions": versions}
-    if read_json(folder.identity) != identity:
+    identity = {"format": FORMAT, "dir": str(folder.path), "model": model, "versions": versions}
+    recorded = read_json(folder.identity, {})
+    if folder.is_other(recorded.get("dir", "")):  # this is a copy of that run, which goes on with its W&B run
+        folder.wandb_run.unlink(missing_ok=True)
+    if recorded != identity:
         write_json(folder.identity, identity)
+    checkpoints.directory.mkdir(parents=True, exist_ok=True)
+    write_atomic(checkpoints.owner, str(folder.path).encode())
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
     before = read_yaml(folder.config) if goes_on and folder.config.exists() else None
     write_atomic(folder.config, config_yaml(config))
@@ -72,7 +77,7 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
     for path in (folder.metrics, folder.evaluations, folder.alarms, *folder.environments.glob("*.jsonl")):
         read_lines(path)
     read_json(folder.summary)
-    resumed = Checkpoints(config.trainer.default_local_dir).to_resume(config.trainer)
+    resumed = _own_checkpoints(folder, config).to_resume(config.trainer)
     model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
     by = "digest" if trained and trained["digest"] and model["digest"] else "path"
     if trained is not None and trained[by] != model[by]:
@@ -93,6 +98,18 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
             "(--steps), or another folder (--run-dir)"
         )
     return resumed
+
+
+def _own_checkpoints(folder: RunDir, config: DictConfig) -> Checkpoints:
+    """Return the run's checkpoints. Raises ConfigurationError if another run has its own there."""
+    checkpoints = Checkpoints(config.trainer.default_local_dir)
+    owner = checkpoints.owner.read_text() if checkpoints.owner.exists() else ""
+    if folder.is_other(owner) and not checkpoints.directory.is_relative_to(folder.path):  # unlike those of a copy
+        raise ConfigurationError(
+            f"trainer.default_local_dir={checkpoints.directory} holds the checkpoints of the run in {owner}: resume "
+            "that run (--run-dir), or give this one a folder of its own"
+        )
+    return checkpoints
 
 
 def model_identity(path: str) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class RunDir:
 
     def __init__(self, path: str | Path):
         self.path = path = Path(path).resolve()
-        self.identity = path / "run.json"  # the folder's format, the model that it trains, and versions
+        self.identity = path / "run.json"  # the folder's path and format, the model that it trains, and versions
         self.config = path / "config.yaml"
         self.given = path / "given.yaml"  # what the run was given, from which the rest of config.yaml follows
         self.services = path / "services.json"
@@ -94,6 +94,10 @@ class RunDir:
         """Remove partial files that killed processes left."""
         for partial in list(self.path.rglob(f".*{PARTIAL}")):
             remove_partial(partial)
+
+    def is_other(self, folder: str) -> bool:
+        """Return whether ``folder``, which a run recorded as its own, is another run's, and still there."""
+        return folder not in ("", str(self.path)) and RunDir(folder).identity.exists()
 
     # ---------------------------------------------------------------- format
 

@@ -200,7 +200,7 @@ def configured(composed, tmp_path, model_path):
         for key, value in {**own, **options}.items():
             OmegaConf.update(config, key, value)
         OmegaConf.resolve(config)
-        folder = RunDir(tmp_path / "run")
+        folder = RunDir(config.run.dir)
         folder.path.mkdir(exist_ok=True)
         return prepare_folder(folder, config, {"torch": "1"})
 
@@ -216,6 +216,33 @@ def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, sav
     configured(**{"trainer.n_gpus_per_node": saved})
     with pytest.raises(ConfigurationError, match=rf"n_gpus_per_node = {now}, and \S+step_2 was saved by {saved} ranks"):
         configured(**{"trainer.n_gpus_per_node": now})
+
+
+def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
+    """Neither resumes from them, nor removes what the other is saving."""
+    shared, run = tmp_path / "shared", tmp_path / "run"
+    configured(**{"trainer.default_local_dir": str(shared)})
+    save(shared, 2)
+    configured()
+    for folder in (shared, run / "checkpoints"):
+        write_files(folder / "global_step_3", {"incomplete": b""})
+        with pytest.raises(ConfigurationError, match=f"dir={folder} holds the checkpoints of the run in {run}: resume"):
+            configured(**{"run.dir": str(tmp_path / "other"), "trainer.default_local_dir": str(folder)})
+        assert (folder / "global_step_3").exists()
+    run.rename(tmp_path / "moved")
+    configured(**{"run.dir": str(tmp_path / "moved"), "trainer.default_local_dir": str(shared)})
+
+
+def test_a_copied_run_leaves_the_original_its_wandb_run(configured, tmp_path):
+    """Both would write to it; of a folder that was moved, it is the same run."""
+    configured()
+    folders = [RunDir(tmp_path / name) for name in ("run", "copy", "moved")]
+    folders[0].wandb_run.write_text("1234abcd")
+    shutil.copytree(folders[0].path, folders[1].path)
+    configured(**{"run.dir": str(folders[1].path)})
+    folders[0].path.rename(folders[2].path)
+    configured(**{"run.dir": str(folders[2].path)})
+    assert [folder.wandb_run.exists() for folder in folders] == [False, False, True]
 
 
 def test_run_dir_trained_beyond_the_last_step_is_refused(configured, tmp_path):
