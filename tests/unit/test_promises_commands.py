@@ -120,6 +120,7 @@ def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch)
     for word, told in {
         "trainer.test_freq=5": "has no effect here",
         f"{actor}.ppo_micro_batch_size_per_gpu=2": "has no effect with",
+        "preset=gsm8k": "preset: no such key",
         "trainer.save_frequ=1": "did you mean trainer.save_freq",
     }.items():
         with pytest.raises(ConfigurationError, match=told):

@@ -53,11 +53,7 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory).resolve()
-
-    @property
-    def owner(self) -> Path:
-        """File with the path of the run whose checkpoints these are."""
-        return self.directory / "run"
+        self.owner = self.directory / "run"  # with the path of the run whose checkpoints these are
 
     def whole(self) -> list[Path]:
         """Return the complete checkpoints, in the order in which they were completed."""

@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import (
     compose_config,
+    compose_values,
     given_keys,
+    given_values,
     leaves,
     load_recorded,
     quoted,
@@ -70,10 +72,9 @@ def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values that ``overrides`` change, also of the keys that follow theirs; checked as those of a run."""
     if not overrides:
         return {}
-    own = [f"config={quoted(run.config)}" if run.given.exists() else f"{MODEL_KEY}=any"]
-    before, after = (
-        dict(leaves(OmegaConf.to_container(resolved(compose_config([*own, *words]))))) for words in ((), overrides)
-    )
+    own = compose_config([f"config={quoted(run.config)}" if run.given.exists() else f"{MODEL_KEY}=any"])
+    changed = compose_values(given_values(overrides), base=own)
+    before, after = (dict(leaves(OmegaConf.to_container(resolved(config)))) for config in (own, changed))
     given = given_keys(overrides)
     return {key: value for key, value in after.items() if key in given or key not in before or before[key] != value}
 

@@ -140,13 +140,15 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
     return compose_values(given_values(overrides), tell)
 
 
-def compose_values(given: list[tuple[str, Any]], tell: Callable[[str], None] = lambda _: None) -> DictConfig:
-    """Compose what ``given_values`` returns."""
-    preset = chosen_preset(given)
-    config = shipped(preset)
+def compose_values(
+    given: list[tuple[str, Any]], tell: Callable[[str], None] = lambda _: None, base: DictConfig | None = None
+) -> DictConfig:
+    """Compose what ``given_values`` returns, over ``base`` or, without it, ``trainer.yaml`` and a preset."""
+    preset = None if base else chosen_preset(given)
+    config = copy.deepcopy(base) if base else shipped(preset)
     known = dict(keys_of(OmegaConf.to_container(config)))
     before = {key: OmegaConf.select(config, key) for key in CONDITIONAL}
-    items = [item for key, value in given if key != "preset" for item in flat(key, value, known)]
+    items = [item for key, value in given if base or key != "preset" for item in flat(key, value, known)]
     changes, wrong = of_all(lambda item: checked(item[0], item[1], known, config), items)
     _drop_for_another_target(config, preset, changes, tell)
     with open_dict(config):

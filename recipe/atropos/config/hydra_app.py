@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.config.compose import (
@@ -61,7 +62,7 @@ def _as_hydras(overrides: Sequence[str]) -> list[str]:
     changed = {key: value for key, value in new.items() if key in given or key not in old or old[key] != value}
     return [
         *([] if preset is None else [f"preset={preset}"]),
-        *(f"~{key}" for key in old if key not in new),
+        *(f"~{key}" for key in old if key not in new and OmegaConf.select(composed[1], key) is None),
         *(f"++{key}={_literal(value)}" for key, value in changed.items()),
     ]
 
@@ -90,5 +91,6 @@ def checked_config(composed: DictConfig) -> DictConfig:
                 f"{key} is missing: key=null leaves an option out; a configuration of your own needs "
                 "defaults: [trainer, _self_]"
             )
-    compose_values([*differences(composed).items()])
+    preset = next((word[7:] for word in HydraConfig.get().overrides.task if word.startswith("preset=")), None)
+    compose_values([*differences(composed).items()], base=shipped(preset))
     return set_waits(resolved(composed))

@@ -251,11 +251,6 @@ def _algorithm(config: DictConfig) -> Rules:
         "algorithm.rollout_correction.bypass_mode=true; set it to false",
     )
     yield (
-        needs.scores_only and config.algorithm.gamma != 1,
-        f"algorithm.gamma={config.algorithm.gamma} has no effect with algorithm.adv_estimator={estimator}, whose "
-        "advantages are of scores alone; leave it out (environment.credit has a gamma of its own)",
-    )
-    yield (
         not (needs.token_advantages or atropos.fallback_to_grpo),
         f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which reads no "
         "advantages of the environment; set it to true, or choose grpo_atropos",

@@ -166,6 +166,7 @@ _CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
         ("norm_adv_by_std_in_grpo",),
         "algorithm.",
     ),
+    ("algorithm.adv_estimator", ("reinforce_plus_plus",), ("gamma",), "algorithm."),
     (f"{_CORRECTION}rollout_is", (), ("rollout_is_threshold", "rollout_is_batch_normalize"), _CORRECTION),
     (f"{_CORRECTION}rollout_rs", (), ("rollout_rs_threshold",), _CORRECTION),
     (f"{_CORRECTION}bypass_mode", (True,), ("loss_type",), _CORRECTION),
