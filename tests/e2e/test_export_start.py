@@ -13,6 +13,7 @@ from recipe.atropos.checkpoint.start_from import NotExported, forget_start
 from recipe.atropos.config.models import check_model
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.main import main
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import update_summary
@@ -73,8 +74,13 @@ def test_export_starts_a_lora_run_with_another_s_adapter(adapted, model, tmp_pat
     assert (settings.lora_alpha, settings.target_modules) == (8, ["q_proj", "v_proj"])  # Engine's, of PEFT's default
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .*, whose adapter has rank 4: give that"):
         begun_from(tmp_path, adapted.path, f"{lora}8")
+    with pytest.raises(ConfigurationError, match="lora_alpha=64 with run.resume_from=.*, whose adapter has 8: leave"):
+        begun_from(tmp_path, adapted.path, f"{lora}4", "actor_rollout_ref.model.lora_alpha=64")
     config = make_start(plan)
     assert begun_from(tmp_path, adapted.path, f"{lora}4").config == config
+    prepare_folder(plan.files, plan.complete(), {}, plan.given())
+    other = plan_run([f"config={plan.files.config}", f"run.dir={tmp_path / 'other'}"]).config.actor_rollout_ref.model
+    assert (other.lora_adapter_path, other.lora_alpha) == (str(tmp_path / "other/start"), 8), "begun in the same way"
     with pytest.raises(ConfigurationError, match=r"lora_rank=8 with .* has begun with that run's adapter, of rank 4"):
         begun_from(tmp_path, adapted.path, f"{lora}8")
     shutil.rmtree(tmp_path / "second")

@@ -72,7 +72,7 @@ def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values that ``overrides`` change, also of the keys that follow theirs; checked as those of a run."""
     if not overrides:
         return {}
-    own = compose_config([f"config={quoted(run.config)}" if run.given.exists() else f"{MODEL_KEY}=any"])
+    own = compose_config([*([f"config={quoted(run.config)}"] if run.given.exists() else []), f"{MODEL_KEY}=any"])
     changed = compose_values(given_values(overrides), base=own)
     before, after = (dict(leaves(OmegaConf.to_container(resolved(config)))) for config in (own, changed))
     given = given_keys(overrides)

@@ -15,6 +15,7 @@ from recipe.atropos.config.schema_errors import check_schema
 from recipe.atropos.config.transports import WeightTransport, gpu_transport, named_transport
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.store import DATABASE
+from recipe.atropos.utils.files import read_json
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
@@ -274,6 +275,14 @@ def _lora(config: DictConfig) -> Rules:
         "hf_model names an adapter's tensors as no model does, and transformers loads random weights; give "
         f"save_contents=[{kept}], of which model holds base and adapter",
     )
+    path = model.lora_adapter_path
+    adapter = read_json(Path(path).expanduser() / "adapter_config.json", {}) if path else {}
+    for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        yield (
+            adapter.get(name, model[key]) != model[key],
+            f"actor_rollout_ref.model.{key}={model[key]} with lora_adapter_path={path}, whose adapter has "
+            f"{adapter.get(name)}, which would be trained: give that",
+        )
     named, adapter_only = named_transport(config), model.lora_rank > 0 and not model.lora.merge
     for wrong, key, why in (
         (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.start_from import Start
 from recipe.atropos.config.compose import (
@@ -51,8 +51,9 @@ class RunPlan:
         object.__setattr__(self, "specs", environment_specs(self.config) if self.config else {})
 
     def given(self) -> dict[str, Any]:
-        """Return what differs from ``trainer.yaml``, by key, with interpolations."""
-        return differences(self.composed)
+        """Return what differs from ``trainer.yaml``, by key, with interpolations; without what ``start`` brings."""
+        brought = self.start.values.keys() - {"run.resume_from"} if self.start else ()
+        return {key: value for key, value in differences(self.composed).items() if key not in brought}
 
     def complete(self, addresses: Mapping[str, Any] | None = None) -> DictConfig:
         """Return the trainer's configuration: what was composed, with what the launcher has decided since.
@@ -95,6 +96,13 @@ def plan_run(overrides: list[str]) -> RunPlan:
         values = {"run.dir": str(directory)}
     if config.run.resume_from:
         start = Start.of(config, directory, given)
+        for key in ("lora_alpha", "lora_adapter_path"):
+            named = f"actor_rollout_ref.model.{key}"
+            if named in given and (value := OmegaConf.select(config, named)) != start.values.get(named, value):
+                raise ConfigurationError(
+                    f"{named}={value} with run.resume_from={config.run.resume_from}, whose adapter has "
+                    f"{start.values[named]}: leave it out"
+                )
         values |= start.values
     if values:
         composed = with_values(composed, values)

@@ -128,6 +128,16 @@ def test_sliding_windows_that_sglang_ignores_are_refused(tmp_path, settings, ref
         check_config(config)
 
 
+@pytest.mark.parametrize(("rank", "alpha", "told"), [(8, 16, "lora_alpha=16"), (4, 32, "lora_rank=4"), (8, 32, None)])
+def test_an_adapter_to_begin_with_is_as_configured(tmp_path, rank, alpha, told):
+    """It is the adapter's own rank and alpha that verl trains with."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 32}))
+    given = [f"lora_rank={rank}", f"lora_alpha={alpha}", f"lora_adapter_path={tmp_path}"]
+    config = compose_config(*MODEL, *(f"actor_rollout_ref.model.{each}" for each in given))
+    with pytest.raises(ConfigurationError, match=f"{told} with .*give that") if told else contextlib.nullcontext():
+        check_config(config)
+
+
 THRESHOLDS = [2, -1, "0.5_2", "2_0.5", "a", "1_b", "", "0.5_2,3", "2,3"]
 
 
