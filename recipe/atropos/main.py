@@ -62,7 +62,6 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     folder = RunDir(config.run.dir)
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
     os.environ.setdefault("WANDB_DIR", str(config.run.dir))
-    os.environ.setdefault("VERL_FILE_LOGGER_ROOT", str(folder.path))
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
     check_model_settings(config)  # those of the hub may have come since
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)

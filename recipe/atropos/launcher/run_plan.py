@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from recipe.atropos.checkpoint.start_from import Start
 from recipe.atropos.config.compose import (
@@ -96,13 +96,12 @@ def plan_run(overrides: list[str]) -> RunPlan:
         values = {"run.dir": str(directory)}
     if config.run.resume_from:
         start = Start.of(config, directory, given)
-        for key in ("lora_alpha", "lora_adapter_path"):
-            named = f"actor_rollout_ref.model.{key}"
-            if named in given and (value := OmegaConf.select(config, named)) != start.values.get(named, value):
-                raise ConfigurationError(
-                    f"{named}={value} with run.resume_from={config.run.resume_from}, whose adapter has "
-                    f"{start.values[named]}: leave it out"
-                )
+        alpha, own = "actor_rollout_ref.model.lora_alpha", config.actor_rollout_ref.model.lora_alpha
+        if alpha in given and start.values.get(alpha, own) != own:
+            raise ConfigurationError(
+                f"{alpha}={own} with run.resume_from={config.run.resume_from}, whose adapter has "
+                f"{start.values[alpha]}: leave it out"
+            )
         values |= start.values
     if values:
         composed = with_values(composed, values)
