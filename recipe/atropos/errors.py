@@ -105,8 +105,12 @@ def output_may_be_closed() -> Iterator[None]:
     """Wrap an entry point: whoever reads its output may stop, as ``| head`` does; the rest of the output is dropped.
 
     A character that the locale's encoding lacks, of a log or an answer, is shown as "?" instead of ending the program.
+    What a shell has closed, as ``>&-`` does, is opened at nothing: else the next file would get its number.
     """
-    sys.__stdout__.reconfigure(errors="replace")
+    for name in ("stdin", "stdout", "stderr"):  # by number: each open gets the lowest that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+    (sys.__stdout__ or sys.stdout).reconfigure(errors="replace")
     try:
         yield
     except BrokenPipeError:

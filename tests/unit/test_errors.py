@@ -3,6 +3,8 @@
 import errno
 import os
 import pickle
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -48,6 +50,21 @@ def test_expected_failures_are_one_line(error, told, capsys):
         assert exit_.value.code == RECOVERABLE and capsys.readouterr().err == f"{message}\n"
     else:
         assert exit_.value.code == message
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_entry_points_run_where_the_shell_has_closed_files(closed, tmp_path):
+    """A file that is opened later must not get the number of one of them."""
+    program = """
+from recipe.atropos.errors import output_may_be_closed
+with output_may_be_closed():
+    print("printed")
+    with open("found", "w") as file:
+        file.write(str(file.fileno()))
+"""
+    command = f'exec "$@" {closed}'
+    subprocess.run(["bash", "-c", command, "bash", sys.executable, "-c", program], cwd=tmp_path, check=True)
+    assert int((tmp_path / "found").read_text()) > 2
 
 
 @pytest.mark.parametrize(
