@@ -7,7 +7,8 @@ Guarantees:
   ``summary.json`` over all starts of the run;
 - an alarm in ``watchdog.stop_on`` ends the run, with that alarm as the error;
 - alarms that an earlier start left raised are cleared: what still shows is found again;
-- while the machine is suspended, nothing counts as silent.
+- while the machine is suspended, nothing counts as silent;
+- while the Trajectory API waits for room on its disk, the console says so, and for how long at most.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
 from recipe.atropos.run.record import left_open, update_summary
+from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
@@ -63,6 +65,7 @@ class AlarmWatch:
         for line in left_open(self._lines):
             self._record({**line, "state": "cleared", "time": time.time(), "step": version})
         self._account()
+        self._trouble = ""
         self._ahead = time.time() - time.monotonic()
         self._asking = asyncio.create_task(self._keep_asking())
 
@@ -81,6 +84,11 @@ class AlarmWatch:
                     history.add_report(name, line)
         if self._asking.done():
             self._asking.result()
+        if bool(trouble := history.api.get("warnings", {}).get("store", "")) != bool(self._trouble):
+            option, limit = DataSourceConfig.from_config(self._run.config).longest_wait
+            waits = f"{trouble}; the run waits for it, at most {limit:g} s (trainer.atropos.{option})"
+            say(waits if trouble else "stores again", "api", "bold yellow")
+        self._trouble = trouble
         for name, spec in self._specs.items():
             if lost := [service for service in spec.services if service in self._run.abandoned]:
                 which = "it" if spec.replicas == 1 else f"of its {spec.replicas} replicas, {', '.join(lost)}"

@@ -134,6 +134,26 @@ def test_alarm_watch_counts_no_silence_of_a_suspension(tmp_path, monkeypatch, su
     assert [line["alarm"] for line in read_lines(run.files.alarms)] == alarms
 
 
+def test_alarm_watch_says_that_the_api_waits_for_room(tmp_path):
+    """Nothing goes on meanwhile, and nothing else tells: the trainer waits, the environments too."""
+    run = run_of(compose_config("actor_rollout_ref.model.path=m", "trainer.atropos.max_wait_time=120"), tmp_path)
+
+    async def look():
+        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
+            for trouble in ("", "t.db: disk is full; make room there", "t.db: disk I/O error; make room there", ""):
+                alarm_watch.watchdog.history.api = {"warnings": {"store": trouble} if trouble else {}}
+                await alarm_watch.poll()
+
+    with console.capture() as captured:
+        asyncio.run(look())
+    run.stop()
+    assert captured.get().splitlines() == [
+        "api     t.db: disk is full; make room there; the run waits for it, at most 120 s "
+        "(trainer.atropos.max_wait_time)",
+        "api     stores again",
+    ]
+
+
 def test_alarms_have_a_text_each_and_a_row_in_the_docs():
     assert table() in (ROOT / "docs/alarms.md").read_text(), "paste what watchdog.alarms.table() returns"
     for name in [name for name, alarm in ALARMS.items() if alarm.in_step]:
