@@ -256,7 +256,7 @@ def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
     ids=["write_json", "append_line", "update_summary"],
 )
 def test_run_dir_that_was_removed_is_named(tmp_path, write):
-    with pytest.raises(FolderRemoved, match=f"^{tmp_path}/run no longer exists: it was removed while it was in use"):
+    with pytest.raises(FolderRemoved, match=f"^{tmp_path}/run is gone: it was removed or moved while in use"):
         write(tmp_path / "run")
 
 

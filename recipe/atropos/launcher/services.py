@@ -189,9 +189,9 @@ class Run:
             ServiceFailed: a service that the run needs has ended for good; a trainer with status 0 is done.
             Preempted: the run was preempted, and its trainer has ended as that asked, was killed or is done: what is
                 still to come, such as the last evaluation, may take longer than there is.
-            FolderRemoved: the run's folder was removed, whatever may have made one there since.
+            FolderRemoved: the run's folder was removed or moved, whatever may have made one there since.
         """
-        if self.lock is not None and os.fstat(self.lock).st_nlink == 0:
+        if self.lock is not None and not self.files.is_locked_by(self.lock):
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
         ended = RECOVERABLE if trainer is None else trainer.poll()

@@ -164,12 +164,15 @@ class RunDir:
 
     def inherited_lock(self) -> int | None:
         """Return the lock's descriptor if a launcher that holds the folder started this process, else None."""
+        descriptor = int(os.environ.get(LOCK_VARIABLE, -1))
+        return descriptor if self.is_locked_by(descriptor) else None
+
+    def is_locked_by(self, descriptor: int) -> bool:
+        """Return whether a lock's descriptor is this folder's, which was neither removed nor moved since."""
         try:
-            descriptor = int(os.environ[LOCK_VARIABLE])
-            same = os.path.samestat(os.fstat(descriptor), self.lock_file.stat())
-        except (KeyError, ValueError, OSError):
-            return None
-        return descriptor if same else None
+            return os.path.samestat(os.fstat(descriptor), self.lock_file.stat())
+        except OSError:
+            return False
 
     def _acquire(self, descriptor: int, say: Callable[[str], object]) -> None:
         deadline, logged = time.monotonic() + _LOCK_SECONDS, False

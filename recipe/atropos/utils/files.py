@@ -38,10 +38,10 @@ class RunDirError(AtroposError, RuntimeError):
 
 
 class FolderRemoved(AtroposError, OSError):
-    """Error for a folder that was removed while it is in use; the message names its path."""
+    """Error for a folder that was removed or moved while it is in use; the message names its path."""
 
     def __init__(self, path: str | Path):
-        super().__init__(f"{path} no longer exists: it was removed while it was in use; begin anew, in another folder")
+        super().__init__(f"{path} is gone: it was removed or moved while in use; move it back, or take another one")
 
 
 class DiskFull(AtroposError, OSError):
