@@ -17,7 +17,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -43,6 +43,7 @@ class KeysEnv(CalculatorEnv):
 
     name = "keys"
     env_config_cls = KeysConfig
+    eval_temperature = 1.0
 
     @classmethod
     def load(cls, config: KeysConfig) -> tuple[list[Row], list[Row]]:
@@ -54,9 +55,6 @@ class KeysEnv(CalculatorEnv):
     @staticmethod
     def rows(split: str, size: int, steps: int, seed: int) -> list[Row]:
         return keys(split, size, steps, seed)
-
-    def temperature(self, split: Literal["train", "eval"]) -> float:
-        return self.config.temperature
 
     def reply(self, problem: Row, messages: Messages) -> str | None:
         replies = tool_answers(messages)

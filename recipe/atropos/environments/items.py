@@ -65,6 +65,7 @@ class ItemsEnv(BaseEnv):
 
     env_config_cls = ItemsEnvConfig
     report: EnvReport  # the adapter's, where it is adapted
+    eval_temperature = 0.0  # of ``eval_item``; an evaluation is shown as greedy where it is 0
     shard = (0, 1)  # (K, N): every N-th item from the K-th on; the adapter sets it, see adapter.replicas
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -244,7 +245,7 @@ class ItemsEnv(BaseEnv):
             samples=samples,
             start_time=started,
             end_time=time.time(),
-            generation_parameters={"temperature": 0.0},
+            generation_parameters={"temperature": self.eval_temperature},
         )
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:

@@ -245,7 +245,8 @@ class ProgramEnv(ItemsEnv):
 
     async def eval_item(self, item: Item) -> dict[str, Any]:
         """Run one session, greedily; without a score if it fails each time, which is not the same as a bad one."""
-        outcome = await self._session(item, SamplingParams(temperature=0.0).request(), uuid.uuid4().hex, 0)
+        sampling = SamplingParams(temperature=self.eval_temperature).request()
+        outcome = await self._session(item, sampling, uuid.uuid4().hex, 0)
         if outcome is None:
             return {"item": item}
         return {"item": item, "score": outcome["reward"], "session": outcome["id"], "turns": outcome["turns"]}

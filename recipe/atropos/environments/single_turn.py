@@ -91,7 +91,7 @@ class SingleTurnEnv(ItemsEnv):
         return min(room, self.config.max_answer_tokens or room)
 
     def temperature(self, split: Literal["train", "eval"]) -> float:
-        return self.config.temperature if split == "train" else 0.0
+        return self.config.temperature if split == "train" else self.eval_temperature
 
     async def converse(self, problem: Problem, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
         """Run ``n`` conversations about a problem; greedy for "eval"."""

@@ -1,6 +1,7 @@
 """The environment's own rules; its rollouts are tested with real servers in test_launch."""
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -95,6 +96,16 @@ def test_a_server_that_is_not_there_fails_the_evaluation(env):
     env.test = env.test[:2]
     with pytest.raises(ExceptionGroup):
         asyncio.run(env.evaluate())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_evaluation_tells_how_it_sampled(env, temperature):
+    """Only at 0 the launcher shows it as greedy."""
+    env.eval_items, env.eval_temperature = Mock(return_value=[ITEM]), temperature
+    env.eval_item, env.evaluate_log = AsyncMock(return_value={"correct": True}), AsyncMock()
+    asyncio.run(env.evaluate())
+    assert env.evaluate_log.call_args.kwargs["generation_parameters"] == {"temperature": env.temperature("eval")}
+    assert env.temperature("eval") == temperature
 
 
 def test_gsm8k_leaves_out_problems_without_room_for_an_answer(env, caplog):
