@@ -14,6 +14,7 @@ import pytest
 from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.run_history import read_history
+from recipe.atropos.run.record import RunRecord
 from recipe.atropos.run.status import RunReader, find_run, measure_memory
 from recipe.atropos.utils.files import append_line
 from recipe.atropos.utils.process import start_time
@@ -117,6 +118,8 @@ def test_status_of_a_service_whose_pid_was_reused_is_down(tmp_path):
     assert health(files) == {"trainer": "ok", "environment": "down", "api": "down"}
     files.waiting.touch()
     assert health(files)["trainer"] == "waits" and read(files).waiting
+    RunRecord(files.path)
+    assert health(files)["trainer"] == "ok", "a trainer that starts again, by hand too, after it was killed"
 
 
 class _Endpoints(BaseHTTPRequestHandler):

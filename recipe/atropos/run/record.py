@@ -83,6 +83,7 @@ class RunRecord:
     def __init__(self, directory: str | Path, parts: Mapping[str, "Stateful"] | None = None):
         self.directory = RunDir(directory)
         self.directory.path.mkdir(parents=True, exist_ok=True)
+        self.directory.waiting.unlink(missing_ok=True)  # left by a killed trainer
         self.totals = RunTotals()
         self.parts = dict(parts or {})
 
