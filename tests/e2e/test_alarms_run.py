@@ -82,5 +82,5 @@ def test_alarms_of_stop_on_end_the_run(tmp_path, model_path):
     [line] = read_lines(folder / "alarms.jsonl")
     summary = read_json(folder / "summary.json")
     assert line["alarm"] == "environment_raises" and summary["alarms"]["environment_raises"]["now"]
-    assert "report.html: the run up to its error" in output
+    assert "report.html: the run up to its end" in output
     assert "items raised: ValueError (" in (folder / "report.html").read_text()

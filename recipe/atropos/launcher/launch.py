@@ -91,10 +91,9 @@ async def launch(run: Run) -> None:
     later = await _end(run, environments, evaluations, started)
     if failure := failure or next(iter(later), None):
         for error in later:
-            if error is not failure:
+            if error is not failure and not (isinstance(error, DiskFull) and isinstance(failure, DiskFull)):
                 failure.add_note(f"then, at the end: {error}")
-        if isinstance(failure, Exception):  # no interrupt
-            write_page_of_failure(run.files)
+        write_page_of_failure(run.files)
         raise failure
     total = run.config.trainer.total_training_steps
     update_summary(run.files.path, {"finished_steps": total})
@@ -199,9 +198,9 @@ def write_pictures(files: RunDir) -> None:
 
 
 def write_page_of_failure(files: RunDir) -> None:
-    """Write the page of a run that ends with an error, and print where it is; nothing if it was never watched."""
+    """Write the page of a run that ends early, and print where it is; nothing if it was never watched."""
     if (files.metrics.exists() or files.alarms.exists()) and _write_page(files):
-        say(f"{shown_path(files.report)}: the run up to its error", "report")
+        say(f"{shown_path(files.report)}: the run up to its end", "report")
 
 
 def _write_page(files: RunDir) -> bool:

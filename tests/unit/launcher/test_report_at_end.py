@@ -26,7 +26,7 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, capsys):
 def test_a_run_that_fails_leaves_a_page_and_says_where(tmp_path, capsys):
     run = RunDir(healthy_run(tmp_path))
     write_page_of_failure(run)
-    assert "Learned: " in run.report.read_text() and "report.html: the run up to its error" in capsys.readouterr().out
+    assert "Learned: " in run.report.read_text() and "report.html: the run up to its end" in capsys.readouterr().out
     empty = RunDir(tmp_path / "empty")
     write_page_of_failure(empty)
     assert not empty.report.exists() and capsys.readouterr().out == ""
