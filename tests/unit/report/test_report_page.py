@@ -14,9 +14,10 @@ from recipe.atropos.__main__ import main
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report import facts
+from recipe.atropos.report.curves import curves
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.utils.files import read_lines, rewrite_lines, write_json
+from recipe.atropos.utils.files import append_line, read_lines, rewrite_lines, write_json
 
 
 def data_of(text):
@@ -47,6 +48,20 @@ def test_the_page_has_the_versions_that_the_run_recorded(tmp_path):
     write_json(folder.identity, {"format": 1, "versions": {"torch": "1.2.3"}})
     run = describe(read_history(folder.path), tokens=False)
     assert run["versions"] == {"torch": "1.2.3"} and run["recorded"]
+
+
+def test_all_that_an_environment_scored_in_a_step_counts(tmp_path):
+    """A report of a single group, or of one replica, is not the curve's point."""
+    folder = make_run(tmp_path)
+    for replica, (items, score) in enumerate([(3, 1.0), (1, -1.0)]):
+        line = {"time": 1.0 + replica, "replica": replica, "step": 1, "in_flight": 0}
+        line |= {"counts": {"items": items, "groups_sent": items}, "means": {"score": score}}
+        folder.environments.mkdir(exist_ok=True)
+        append_line(folder.environment_report("sums", replica), line)
+    history = read_history(folder.path)
+    [chart] = [chart for chart in curves(history, []) if chart["id"] == "score"]
+    [series] = [each for each in chart["series"] if each["label"].startswith("everything scored")]
+    assert series["y"] == [0.5]
 
 
 def test_ranges_of_training_and_held_out_scores_are_stated(healthy):
