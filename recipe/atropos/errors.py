@@ -13,6 +13,13 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
+_ROOM = "make room there"
+_OF_THE_DISK = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EROFS: "mount it for writing again, or see why it is not",
+}
+
 RECOVERABLE = 75  # exit status of a failure after which the same command can continue: BSD's EX_TEMPFAIL
 
 
@@ -52,7 +59,7 @@ def expected_failure(error: BaseException) -> str | None:
     """Return the message that a user needs for ``error``, or None if it is a bug, whose traceback must be shown.
 
     For an error that Ray forwards from another process, it is the original error's message. The loss of a Ray process
-    (it was killed, or the machine ran out of memory) is an expected failure, and so is a full disk.
+    (it was killed, or the machine ran out of memory) is an expected failure, and so is a full or read-only disk.
     """
     ray = sys.modules.get("ray.exceptions")  # if Ray was never imported, the error is not Ray's
     if ray is not None and isinstance(error, ray.RayError):
@@ -63,8 +70,9 @@ def expected_failure(error: BaseException) -> str | None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     if isinstance(error, AtroposError):
         return "; ".join([str(error), *getattr(error, "__notes__", [])])
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left on device: {error.filename or 'a file without a name'}; make room there"
+    if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+        where = error.filename or "a file without a name"
+        return f"{os.strerror(error.errno).lower()}: {where}; {_OF_THE_DISK[error.errno]}"
     return None
 
 

@@ -35,6 +35,7 @@ def of_a_rank(cause: Exception) -> Exception:
         (noted(AtroposError("the first"), "then, at the end: no space"), "the first; then, at the end: no space"),
         (OSError(errno.ENOSPC, "No space left on device", "/run/metrics.jsonl"), "/run/metrics.jsonl"),
         (of_a_rank(OSError(errno.ENOSPC, "No space left on device", "/run/model.pt")), "/run/model.pt"),
+        (OSError(errno.EROFS, "Read-only file system", "/run/lock"), "read-only file system: /run/lock; mount it"),
         (ActorDiedError(), "ActorDiedError: The actor died unexpectedly before finishing this task."),
         (ActorUnavailableError("rank 1", None), "ActorUnavailableError: "),
         (GetTimeoutError("no reply"), "GetTimeoutError: no reply"),
