@@ -13,10 +13,9 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-_ROOM = "make room there"
 _OF_THE_DISK = {
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there",
     errno.EROFS: "mount it for writing again, or see why it is not",
 }
 
@@ -71,8 +70,8 @@ def expected_failure(error: BaseException) -> str | None:
     if isinstance(error, AtroposError):
         return "; ".join([str(error), *getattr(error, "__notes__", [])])
     if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-        where = error.filename or "a file without a name"
-        return f"{os.strerror(error.errno).lower()}: {where}; {_OF_THE_DISK[error.errno]}"
+        what, fix = os.strerror(error.errno).lower(), _OF_THE_DISK[error.errno]
+        return f"{what}: {error.filename or 'a file without a name'}; {fix}"
     return None
 
 
@@ -116,8 +115,7 @@ def output_may_be_closed() -> Iterator[None]:
     What a shell has closed, as ``>&-`` does, is opened at nothing: else the next file would get its number.
     """
     for name in ("stdin", "stdout", "stderr"):  # by number: each open gets the lowest that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r+"))
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
     (sys.__stdout__ or sys.stdout).reconfigure(errors="replace")
     try:
         yield

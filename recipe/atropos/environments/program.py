@@ -245,8 +245,9 @@ class ProgramEnv(ItemsEnv):
 
     async def eval_item(self, item: Item) -> dict[str, Any]:
         """Run one session, greedily; without a score if it fails each time, which is not the same as a bad one."""
-        sampling = SamplingParams(temperature=self.eval_temperature).request()
-        outcome = await self._session(item, sampling, uuid.uuid4().hex, 0)
+        outcome = await self._session(
+            item, SamplingParams(temperature=self.eval_temperature).request(), uuid.uuid4().hex, 0
+        )
         if outcome is None:
             return {"item": item}
         return {"item": item, "score": outcome["reward"], "session": outcome["id"], "turns": outcome["turns"]}

@@ -86,8 +86,8 @@ class AlarmWatch:
             self._asking.result()
         if bool(trouble := history.api.get("warnings", {}).get("store", "")) != bool(self._trouble):
             option, limit = DataSourceConfig.from_config(self._run.config).longest_wait
-            waits = f"{trouble}; the run waits for it, at most {limit:g} s (trainer.atropos.{option})"
-            say(waits if trouble else "stores again", "api", "bold yellow")
+            until = f"; the run waits for it, at most {limit:g} s (trainer.atropos.{option})"
+            say(trouble + until if trouble else "stores again", "api", "bold yellow")
         self._trouble = trouble
         for name, spec in self._specs.items():
             if lost := [service for service in spec.services if service in self._run.abandoned]:

@@ -3,7 +3,7 @@
 Every value here is read from the run's files; ``decimate`` keeps them short.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,15 +50,13 @@ def _scores(history: History) -> dict[str, Any]:
         keys |= {name: f"atropos/{name}/mean_score" for name in names}
     series = _series(history, keys)
     for name, outcomes in history.outcomes.items():
-        total, items = defaultdict[int, float](float), Counter[int]()
-        for each in outcomes:
-            if each.score is not None and each.step:
-                step, n = min(each.step, history.steps), each.counts.total()
-                total[step] += n * each.score
-                items[step] += n
-        points = {step: total[step] / n for step, n in items.items()}
+        scored = [each for each in outcomes if each.score is not None and each.step]
+        rows = [(min(each.step, history.steps), each.counts.total(), each.score) for each in scored]
+        number, items, score = np.array(rows).reshape(-1, 3).T
+        steps, place = np.unique(number, return_inverse=True)
+        means = np.bincount(place, items * score) / np.bincount(place, items)
         which = f", {name}" if len(history.outcomes) > 1 else ""
-        series.append({"label": f"everything scored{which}"} | decimated(list(points), list(points.values())))
+        series.append({"label": f"everything scored{which}"} | decimated(steps.astype(int).tolist(), means.tolist()))
     about = (
         "Mean score of the answers that a step was trained on. Groups whose answers all have the same score are left "
         "out of training, so “everything scored” rises earlier and higher."
