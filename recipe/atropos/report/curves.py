@@ -138,12 +138,12 @@ def outcomes(history: History) -> list[dict[str, Any]]:
             continue
         names = sorted(totals, key=lambda outcome: (outcome != SENT, -totals[outcome]))
         begin = each[0].time if history.started is None else history.started
-        end = max(each[-1].time, begin + 1)
+        end = max(begin + 1, *(one.time for one in each))
         n = min(BARS, len(each))
         counts = [Counter() for _ in range(n)]
         steps: list[int | None] = [None] * n
         for one in each:
-            place = min(n - 1, int((one.time - begin) / (end - begin) * n))
+            place = max(0, min(n - 1, int((one.time - begin) / (end - begin) * n)))
             counts[place] += one.counts
             steps[place] = one.step
         width = (end - begin) / n / 60

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import merge
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,9 @@ def read_history(folder: str | Path) -> History:
     run = RunDir(folder)
     if not any(path.exists() for path in (run.config, run.metrics, run.summary, run.environments)):
         raise ConfigurationError(f"{folder}: no run is in this folder; give a run's folder, such as runs/demo")
-    reports: dict[str, list[dict[str, Any]]] = {}
+    reports: dict[str, list[list[dict[str, Any]]]] = {}
     for path in sorted(run.environments.glob("*.jsonl")):  # NAME.jsonl, of other replicas NAME.K.jsonl
-        reports.setdefault(path.name.partition(".")[0], []).extend(read_lines(path))
-    for lines in reports.values():
-        lines.sort(key=lambda line: line["time"])
+        reports.setdefault(path.name.partition(".")[0], []).append(read_lines(path))
     config = without_secrets(read_yaml(run.config)) if run.config.exists() else {}
     holder = run.holder()
     if holder is None or holder.is_here:
@@ -127,7 +126,8 @@ def read_history(folder: str | Path) -> History:
         read_evaluations(run.path),
         read_json(run.summary, {}),
         read_lines(run.alarms),
-        {name: lines for name, lines in reports.items() if lines},
+        # each replica's in their own order, which the clock may not show: it was set back, perhaps
+        {name: list(merge(*each, key=lambda line: line["time"])) for name, each in reports.items() if any(each)},
         dict(leaves(config)),
         running,
         host,

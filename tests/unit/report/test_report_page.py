@@ -14,7 +14,7 @@ from recipe.atropos.__main__ import main
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report import facts
-from recipe.atropos.report.curves import curves
+from recipe.atropos.report.curves import curves, outcomes
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.utils.files import append_line, read_lines, rewrite_lines, write_json
@@ -62,6 +62,18 @@ def test_all_that_an_environment_scored_in_a_step_counts(tmp_path):
     [chart] = [chart for chart in curves(history, []) if chart["id"] == "score"]
     [series] = [each for each in chart["series"] if each["label"].startswith("everything scored")]
     assert series["y"] == [0.5]
+
+
+def test_items_are_counted_once_where_the_clock_was_set_back(tmp_path):
+    folder = make_run(tmp_path)
+    folder.environments.mkdir(exist_ok=True)
+    for time, items in ((9000.0, 10), (9010.0, 20), (10.0, 30), (20.0, 40)):
+        line = {"time": time, "step": 1, "in_flight": 0, "means": {}}
+        append_line(folder.environment_report("sums"), line | {"counts": {"items": items, "groups_sent": items}})
+    history = read_history(folder.path)
+    assert history.item_totals("sums") == {"sent": 40}
+    [chart] = outcomes(history)
+    assert sum(sum(bar["values"]) for bar in chart["bars"]) == 40
 
 
 def test_ranges_of_training_and_held_out_scores_are_stated(healthy):
