@@ -35,7 +35,7 @@ from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.live_view import LiveView
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
-from recipe.atropos.utils.files import DiskFull, LineReader, disk_is_full, read_json
+from recipe.atropos.utils.files import DiskFull, FolderRemoved, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog.history import PREFIX
 
 
@@ -90,8 +90,9 @@ async def launch(run: Run) -> None:
             error.add_note(f"no space left on device: {run.files.path}")
     later = await _end(run, environments, evaluations, started)
     if failure := failure or next(iter(later), None):
+        again = type(failure) if isinstance(failure, DiskFull | FolderRemoved) else ()  # of each file that is written
         for error in later:
-            if error is not failure and not (isinstance(error, DiskFull) and isinstance(failure, DiskFull)):
+            if error is not failure and not isinstance(error, again):
                 failure.add_note(f"then, at the end: {error}")
         write_page_of_failure(run.files)
         raise failure

@@ -41,7 +41,9 @@ class FolderRemoved(AtroposError, OSError):
     """Error for a folder that was removed or moved while it is in use; the message names its path."""
 
     def __init__(self, path: str | Path):
-        super().__init__(f"{path} is gone: it was removed or moved while in use; move it back, or take another one")
+        super().__init__(
+            f"{path} is gone: it was removed or moved while in use; move it back, or give another --run-dir"
+        )
 
 
 class DiskFull(AtroposError, OSError):

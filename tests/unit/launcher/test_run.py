@@ -227,6 +227,24 @@ def test_run_dir_full_disk_ends_the_launcher_with_one_error(full_disk, monkeypat
     assert len(made) == 1 and not made[0].folder.exists()
 
 
+def test_a_launcher_whose_folder_was_moved_ends_with_one_error(tmp_path, monkeypatch):
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path / "run")
+
+    async def planned(_):
+        return INFERENCE
+
+    async def moved(run, *_):
+        run.files.path.rename(tmp_path / "moved")
+        run.check()
+
+    steps = {"start_api": lambda run: run.start("api", SLEEP), "start_inference": planned}
+    for name, step in (steps | {"start_trainer": lambda *_: None, "servers_healthy": moved}).items():
+        monkeypatch.setattr(f"recipe.atropos.launcher.launch.{name}", step)
+    with run.files.lock() as run.lock, pytest.raises(FolderRemoved, match="/run is gone: .*; move it back") as raised:
+        asyncio.run(launch(run))
+    assert not hasattr(raised.value, "__notes__") and not run.files.path.exists()
+
+
 def test_run_dir_full_disk_keeps_no_environment_running(full_disk, configured):
     run = configured(folder=full_disk / "run")
     environments = Environments(run, "http://api", "http://server")
