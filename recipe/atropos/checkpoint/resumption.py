@@ -12,7 +12,7 @@ from recipe.atropos.checkpoint.store import Checkpoints, model_of, step_of
 from recipe.atropos.config.compose import LAUNCHER_KEYS, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import FORMAT, RunDir
-from recipe.atropos.utils.files import read_json, read_lines, read_yaml, write_atomic, write_json
+from recipe.atropos.utils.files import DiskFull, read_json, read_lines, read_yaml, write_atomic, write_json
 from recipe.atropos.utils.secret import API_KEY, config_yaml, is_secret, without_secrets
 
 _SAMPLE_BYTES = 1 << 20  # read at the beginning and at the end of each weights file
@@ -39,8 +39,8 @@ def prepare_folder(
     Returns lines to show if a run is resumed with changed values: ``key: old -> new``.
 
     Raises:
-        ConfigurationError: the folder has another format, its checkpoints are another run's, or the checkpoint to
-            resume from is of another model, of another number of ranks, or beyond the last step.
+        ConfigurationError: the folder has another format, its checkpoints are another run's or cannot be written, or
+            the checkpoint to resume from is of another model, of another number of ranks, or beyond the last step.
         RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
@@ -55,8 +55,15 @@ def prepare_folder(
         folder.wandb_run.unlink(missing_ok=True)
     if recorded != identity:
         write_json(folder.identity, identity)
-    checkpoints.directory.mkdir(parents=True, exist_ok=True)
-    write_atomic(checkpoints.owner, str(folder.path).encode())
+    try:
+        checkpoints.directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(checkpoints.owner, str(folder.path).encode())
+    except DiskFull:
+        raise
+    except OSError as error:
+        raise ConfigurationError(
+            f"trainer.default_local_dir={checkpoints.directory}: {error.strerror}; give a folder that can be written"
+        ) from error
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
     before = read_yaml(folder.config) if goes_on and folder.config.exists() else None
     write_atomic(folder.config, config_yaml(config))

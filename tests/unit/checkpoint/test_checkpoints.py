@@ -229,6 +229,9 @@ def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
         with pytest.raises(ConfigurationError, match=f"dir={folder} holds the checkpoints of the run in {run}: resume"):
             configured(**{"run.dir": str(tmp_path / "other"), "trainer.default_local_dir": str(folder)})
         assert (folder / "global_step_3").exists()
+    nowhere = tmp_path / "run/run.json/checkpoints"
+    with pytest.raises(ConfigurationError, match=f"dir={nowhere}: Not a directory; give a folder that can be written"):
+        configured(**{"trainer.default_local_dir": str(nowhere)})
     run.rename(tmp_path / "moved")
     configured(**{"run.dir": str(tmp_path / "moved"), "trainer.default_local_dir": str(shared)})
 
