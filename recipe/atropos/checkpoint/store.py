@@ -80,15 +80,17 @@ class Checkpoints:
         """Return the checkpoint that ``trainer.resume_mode`` resumes from, or None.
 
         Raises:
-            ConfigurationError: ``trainer.resume_from_path`` is not a checkpoint.
+            ConfigurationError: ``trainer.resume_from_path`` is not a checkpoint, or one of verl's own trainer, whose
+                ``data.pt`` is a data loader's.
         """
         if trainer.resume_mode != "resume_path":
             return self.newest() if trainer.resume_mode == "auto" else None
         folder = Path(trainer.resume_from_path).expanduser().resolve()
-        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / "actor").is_dir():
+        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / _COMPLETE).exists():
             raise ConfigurationError(
-                f"trainer.resume_from_path={trainer.resume_from_path}: no checkpoint; give a folder global_step_N with "
-                "actor/ in it"
+                f"trainer.resume_from_path={trainer.resume_from_path}: no checkpoint of a run; give a folder "
+                f"global_step_N with {_COMPLETE} in it. To begin with the weights of verl's own trainer, give what "
+                "python -m verl.model_merger makes of them as actor_rollout_ref.model.path"
             )
         return folder
 

@@ -177,7 +177,8 @@ def test_run_dir_checkpoint_path_that_is_none_is_refused(tmp_path):
     save(tmp_path, 2)
     settings = OmegaConf.create({"resume_mode": "resume_path", "resume_from_path": f"{tmp_path}/global_step_2"})
     assert Checkpoints(tmp_path).to_resume(settings) == tmp_path / "global_step_2"
-    for path in (str(tmp_path), f"{tmp_path}/global_step_7"):
+    write_files(tmp_path / "global_step_8", {"data.pt": b"of a data loader", "actor/model": b"by verl's own trainer"})
+    for path in (str(tmp_path), f"{tmp_path}/global_step_7", f"{tmp_path}/global_step_8"):
         settings.resume_from_path = path
         with pytest.raises(ConfigurationError, match=f"trainer.resume_from_path={path}: no checkpoint"):
             Checkpoints(tmp_path).to_resume(settings)
