@@ -107,7 +107,7 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file):
 def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch):
     """With the keys that follow it, in Hydra's grammar, and refused where it has no effect beside the run's own."""
     actor, trained = "actor_rollout_ref.actor", []
-    run_file("preset=demo", f"{actor}.use_kl_loss=true")
+    run_file("preset=demo", f"{actor}.use_kl_loss=true", "environment.args.api_key=secret")
     write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
     monkeypatch.setattr("recipe.atropos.main.run", trained.append)
     given = [f"{actor}.clip_ratio=0.3", f"++{actor}.kl_loss_coef=0.1", "run.name='a b'", "trainer.logger=[]"]
@@ -125,6 +125,10 @@ def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch)
     }.items():
         with pytest.raises(ConfigurationError, match=told):
             replay(tmp_path, [word])
+    RunDir(tmp_path).given.unlink()  # a replay, or a run of an earlier version, has none
+    replay(tmp_path, given[1:3])
+    assert trained[1].actor_rollout_ref.actor.kl_loss_coef == 0.1
+    assert trained[1].run.dir == str(tmp_path.with_name(f"{tmp_path.name}-replay"))
 
 
 def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file, monkeypatch):

@@ -13,20 +13,20 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recipe.atropos.config.compose import (
-    compose_config,
     compose_values,
     given_keys,
     given_values,
     leaves,
     load_recorded,
-    quoted,
     resolved,
+    shipped,
     with_values,
 )
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
+from recipe.atropos.utils.files import read_yaml
 from recipe.atropos.utils.gpus import decide_device
 
 
@@ -72,7 +72,9 @@ def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values that ``overrides`` change, also of the keys that follow theirs; checked as those of a run."""
     if not overrides:
         return {}
-    own = compose_config([*([f"config={quoted(run.config)}"] if run.given.exists() else []), f"{MODEL_KEY}=any"])
+    own = load_recorded(run.config)
+    if run.given.exists():  # of an earlier version none, whose followers stay as recorded
+        own = with_values(shipped(None), dict(leaves(read_yaml(run.given))) | {MODEL_KEY: "any"})
     changed = compose_values(given_values(overrides), base=own)
     before, after = (dict(leaves(OmegaConf.to_container(resolved(config)))) for config in (own, changed))
     given = given_keys(overrides)

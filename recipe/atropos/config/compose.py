@@ -137,7 +137,9 @@ def compose_config(overrides: Sequence[str], tell: Callable[[str], None] = lambd
 
     ``tell`` is called with messages for the user.
     """
-    return compose_values(given_values(overrides), tell)
+    config = compose_values(given_values(overrides), tell)
+    check_not_hidden(OmegaConf.to_container(config))
+    return config
 
 
 def compose_values(
@@ -169,7 +171,6 @@ def compose_values(
         keys = {key for key, _ in changes}
         values = wrong_values(OmegaConf.to_container(config))
         raise ConfigurationError("\n".join([*wrong, *(line for key, line in values.items() if key in keys)]))
-    check_not_hidden(OmegaConf.to_container(config))
     return config
 
 

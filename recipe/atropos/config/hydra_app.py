@@ -30,6 +30,7 @@ from recipe.atropos.config.compose import (
 from recipe.atropos.config.derived import set_waits
 from recipe.atropos.config.keys import is_free
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.secret import check_not_hidden
 
 
 def hydra_arguments(argv: Sequence[str]) -> list[str]:
@@ -93,4 +94,5 @@ def checked_config(composed: DictConfig) -> DictConfig:
             )
     preset = next((word[7:] for word in HydraConfig.get().overrides.task if word.startswith("preset=")), None)
     compose_values([*differences(composed).items()], base=shipped(preset))
+    check_not_hidden(OmegaConf.to_container(composed))
     return set_waits(resolved(composed))
