@@ -1,8 +1,9 @@
 """Check whether a run folder can be resumed with a configuration, and find what changed."""
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,9 @@ def prepare_folder(
         folder.wandb_run.unlink(missing_ok=True)
     if recorded != identity:
         write_json(folder.identity, identity)
-    try:
+    with _usable(checkpoints):
         checkpoints.directory.mkdir(parents=True, exist_ok=True)
         write_atomic(checkpoints.owner, str(folder.path).encode())
-    except DiskFull:
-        raise
-    except OSError as error:
-        raise ConfigurationError(
-            f"trainer.default_local_dir={checkpoints.directory}: {error.strerror}; give a folder that can be written"
-        ) from error
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
     before = read_yaml(folder.config) if goes_on and folder.config.exists() else None
     write_atomic(folder.config, config_yaml(config))
@@ -110,13 +105,28 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
 def _own_checkpoints(folder: RunDir, config: DictConfig) -> Checkpoints:
     """Return the run's checkpoints. Raises ConfigurationError if another run has its own there."""
     checkpoints = Checkpoints(config.trainer.default_local_dir)
-    owner = checkpoints.owner.read_text() if checkpoints.owner.exists() else ""
+    owner = ""
+    with _usable(checkpoints), contextlib.suppress(FileNotFoundError):
+        owner = checkpoints.owner.read_text()
     if folder.is_other(owner) and not checkpoints.directory.is_relative_to(folder.path):  # unlike those of a copy
         raise ConfigurationError(
-            f"trainer.default_local_dir={checkpoints.directory} holds the checkpoints of the run in {owner}: resume "
-            "that run (--run-dir), or give this one a folder of its own"
+            f"trainer.default_local_dir={checkpoints.directory} is that of the run in {owner}: resume that run "
+            "(--run-dir), or give this one a folder of its own"
         )
     return checkpoints
+
+
+@contextlib.contextmanager
+def _usable(checkpoints: Checkpoints) -> Iterator[None]:
+    """Raise ConfigurationError if the block cannot read or write the folder of checkpoints."""
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        raise ConfigurationError(
+            f"trainer.default_local_dir={checkpoints.directory}: {error.strerror}; give a folder that can be written"
+        ) from error
 
 
 def model_identity(path: str) -> dict[str, Any]:

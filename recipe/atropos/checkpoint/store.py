@@ -53,22 +53,25 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory).resolve()
-        self.owner = self.directory / "run"  # with the path of the run whose checkpoints these are
+        self.owner = self.directory / ".run_dir"  # the path of the run whose checkpoints these are
 
     def whole(self) -> list[Path]:
         """Return the complete checkpoints, in the order in which they were completed."""
-        found = {folder: self._sequence(folder) for folder in self._folders()}
+        found = {folder: self._sequence(folder) for folder in self.folders()}
         return sorted((folder for folder, number in found.items() if number is not None), key=found.__getitem__)
 
     def newest(self) -> Path | None:
         """Return the most recently completed checkpoint; log which folders are not complete."""
         whole = self.whole()
-        for folder in self._folders():
+        for folder in self.folders():
             if folder not in whole:
                 why = f"it has no {_COMPLETE}, which this recipe writes last"
                 if (folder / _COMPLETE).exists():
-                    why = "files are missing or have other sizes than when they were saved, or that file is damaged"
-                logger.warning("%s is passed over: %s (trainer.resume_mode=resume_path resumes from it)", folder, why)
+                    why = (
+                        "files are missing or have other sizes than when they were saved, or that file is damaged "
+                        "(trainer.resume_mode=resume_path resumes from it)"
+                    )
+                logger.warning("%s is passed over: %s", folder, why)
         return whole[-1] if whole else None
 
     def best(self, scores: Mapping[int, float]) -> Path | None:
@@ -109,7 +112,7 @@ class Checkpoints:
 
     def remove_incomplete(self) -> None:
         """Remove checkpoints that an earlier process began to save and did not complete."""
-        for folder in self._folders():
+        for folder in self.folders():
             if (folder / _INCOMPLETE).exists() and not (folder / _COMPLETE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -170,12 +173,12 @@ class Checkpoints:
             os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # after a kill midway, the next start removes it
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _folders(self) -> list[Path]:
+    def folders(self) -> list[Path]:
         found = [path for path in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
         return sorted(found, key=step_of)
 
     def _next_sequence(self) -> int:
-        return 1 + max((self._sequence(folder) or 0 for folder in self._folders()), default=0)
+        return 1 + max((self._sequence(folder) or 0 for folder in self.folders()), default=0)
 
     def _sequence(self, folder: Path) -> int | None:
         """Return its position in the order of completion, or None if it is not complete."""
@@ -189,8 +192,9 @@ class Checkpoints:
 
 def checkpoints_of(run: RunDir) -> Checkpoints:
     """Return the checkpoints of a run, even if its folder was moved."""
-    if run.checkpoints.is_dir() or not run.config.exists():
-        return Checkpoints(run.checkpoints)
+    own = Checkpoints(run.checkpoints)
+    if own.folders() or not run.config.exists():
+        return own
     return Checkpoints(read_config_yaml(run.config).trainer.default_local_dir)
 
 

@@ -191,7 +191,10 @@ class Run:
                 still to come, such as the last evaluation, may take longer than there is.
             FolderRemoved: the run's folder was removed or moved, whatever may have made one there since.
         """
-        if self.lock is not None and not self.files.is_locked_by(self.lock):
+        gone = False
+        with contextlib.suppress(OSError):  # of a disk that does not answer now
+            gone = self.lock is not None and not self.files.is_locked_by(self.lock)
+        if gone:
             raise FolderRemoved(self.files.path)
         trainer = self.services.get("trainer")
         ended = RECOVERABLE if trainer is None else trainer.poll()

@@ -124,6 +124,7 @@ def _start_trainer(run: Run, before: set[tuple[Path, int]]) -> Service:
     if _saved(run) - before:
         run.complete.trainer.resume_mode, run.complete.trainer.resume_from_path = "auto", None
     write_atomic(run.files.config, config_yaml(run.complete))
+    run.files.waiting.unlink(missing_ok=True)  # left by a killed trainer; the next one begins only seconds later
     variables = {
         **secret_variables([json.dumps(each) for each in hidden_settings(OmegaConf.to_container(run.complete))]),
         API_KEY_VARIABLE: run.api_key,

@@ -97,7 +97,8 @@ class RunDir:
 
     def is_other(self, folder: str) -> bool:
         """Return whether ``folder``, which a run recorded as its own, is another run's, and still there."""
-        return folder not in ("", str(self.path)) and RunDir(folder).identity.exists()
+        other = RunDir(folder).identity
+        return bool(folder) and other.exists() and not (self.identity.exists() and other.samefile(self.identity))
 
     # ---------------------------------------------------------------- format
 
@@ -165,13 +166,20 @@ class RunDir:
     def inherited_lock(self) -> int | None:
         """Return the lock's descriptor if a launcher that holds the folder started this process, else None."""
         descriptor = int(os.environ.get(LOCK_VARIABLE, -1))
-        return descriptor if self.is_locked_by(descriptor) else None
+        with contextlib.suppress(OSError):
+            return descriptor if self.is_locked_by(descriptor) else None
+        return None
 
     def is_locked_by(self, descriptor: int) -> bool:
-        """Return whether a lock's descriptor is this folder's, which was neither removed nor moved since."""
+        """Return whether a lock's descriptor is this folder's, which was neither removed nor moved since.
+
+        Raises:
+            OSError: no file is open there, or the disk does not answer.
+        """
+        lock = os.fstat(descriptor)
         try:
-            return os.path.samestat(os.fstat(descriptor), self.lock_file.stat())
-        except OSError:
+            return os.path.samestat(lock, self.lock_file.stat())
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _acquire(self, descriptor: int, say: Callable[[str], object]) -> None:

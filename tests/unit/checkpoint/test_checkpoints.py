@@ -227,7 +227,7 @@ def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
     configured()
     for folder in (shared, run / "checkpoints"):
         write_files(folder / "global_step_3", {"incomplete": b""})
-        with pytest.raises(ConfigurationError, match=f"dir={folder} holds the checkpoints of the run in {run}: resume"):
+        with pytest.raises(ConfigurationError, match=f"dir={folder} is that of the run in {run}: resume"):
             configured(**{"run.dir": str(tmp_path / "other"), "trainer.default_local_dir": str(folder)})
         assert (folder / "global_step_3").exists()
     nowhere = tmp_path / "run/run.json/checkpoints"

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import orjson
 import psutil
@@ -103,6 +104,13 @@ def test_a_run_whose_folder_was_taken_ends(run, take):
         run.files.path.mkdir()
         with pytest.raises(FolderRemoved, match=f"{re.escape(str(run.files.path))} is gone"):
             run.check()
+
+
+def test_a_run_goes_on_where_its_disk_does_not_answer(run, monkeypatch):
+    """As NFS does for a while."""
+    with run.files.lock() as run.lock:
+        monkeypatch.setattr(type(run.files), "is_locked_by", Mock(side_effect=OSError(5, "")))
+        run.check()
 
 
 def test_logs_are_bounded_beside_an_event_loop_that_is_busy(run):
