@@ -115,7 +115,9 @@ def output_may_be_closed() -> Iterator[None]:
     What a shell has closed, as ``>&-`` does, is opened at nothing: else the next file would get its number.
     """
     for name in ("stdin", "stdout", "stderr"):  # by number: each open gets the lowest that is free
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "r+"))
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(getattr(sys, name).fileno(), True)
     (sys.__stdout__ or sys.stdout).reconfigure(errors="replace")
     try:
         yield

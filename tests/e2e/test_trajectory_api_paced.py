@@ -111,4 +111,4 @@ def test_batches_keep_order_and_groups_through_kills(tmp_path, max_staleness, ki
         of_it = [run.ticket_of[number] for number in trained if number in run.ticket_of]
         tickets = [ticket for env, ticket in of_it if env == env_id]
         assert tickets == sorted(tickets), "an environment's groups are trained on in the order of their tickets"
-    assert run.released > 10
+    assert run.released > 3

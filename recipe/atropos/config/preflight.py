@@ -118,7 +118,7 @@ def _ranks(config: DictConfig) -> Rules:
         sharded, shared = settings.fsdp_config.fsdp_size, sequence_parallel(settings)
         for key, size, wrong in (
             ("fsdp_config.fsdp_size", sharded, 0 <= sharded < ranks and (sharded == 0 or ranks % sharded)),
-            ("ulysses_sequence_parallel_size", shared, ranks % shared),
+            ("ulysses_sequence_parallel_size", shared, shared < 1 or ranks % shared),
         ):
             yield (
                 wrong,

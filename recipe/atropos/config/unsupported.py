@@ -211,7 +211,6 @@ _CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
                 "entropy_from_logits_with_chunking",
                 ("entropy_from_logits_chunk_size", "fsdp_config.entropy_from_logits_chunk_size"),
             ),
-            ("pad_to_length", ("fsdp_config.pad_to_length_bucket",)),
         )
     ),
     (

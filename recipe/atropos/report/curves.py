@@ -51,7 +51,7 @@ def _scores(history: History) -> dict[str, Any]:
     series = _series(history, keys)
     for name, outcomes in history.outcomes.items():
         scored = [each for each in outcomes if each.score is not None and each.step]
-        rows = [(min(each.step, history.steps), each.counts.total(), each.score) for each in scored]
+        rows = [(min(each.step, history.steps), each.ended, each.score) for each in scored if each.ended]
         number, items, score = np.array(rows).reshape(-1, 3).T
         steps, place = np.unique(number, return_inverse=True)
         means = np.bincount(place, items * score) / np.bincount(place, items)

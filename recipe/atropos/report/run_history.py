@@ -35,6 +35,11 @@ class Outcomes:
     counts: Counter[str]
     score: float | None  # mean over everything scored in between, sent or not
 
+    @property
+    def ended(self) -> int:
+        """Number of items that did not fail, which have scores."""
+        return sum(number for name, number in self.counts.items() if not name.startswith("failed/"))
+
 
 @dataclass
 class History:

@@ -220,7 +220,6 @@ def test_schema_names_all_wrong_keys_in_one_answer():
         (f"{ACTOR}.policy_loss.dro_beta=0.5", f"{ACTOR}.policy_loss.loss_mode=vanilla", "dro"),
         (f"{ACTOR}.optim.zero_indexed_step=false", f"{ACTOR}.optim.lr_scheduler_type=constant", "cosine"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", f"{ACTOR}.use_dynamic_bsz=true", "false"),
-        (f"{ACTOR}.fsdp_config.pad_to_length_bucket=512", f"{ACTOR}.fsdp_config.pad_to_length=false", "true"),
         (f"{ACTOR}.fsdp_config.use_orig_params=true", f"{ACTOR}.strategy=fsdp2", "fsdp"),
         (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=9", f"{ACTOR}.strategy=fsdp2", "fsdp"),
         (f"{MODEL}.fused_kernel_options.impl_backend=triton", f"{MODEL}.use_fused_kernels=false", "true"),
