@@ -47,7 +47,7 @@ def test_a_place_that_is_lost_before_its_start_is_found_anew(placed, tmp_path):
     """As the start of a service is delayed, which ended soon before; it costs no restart."""
     until(lambda: not placed.awaited("program"), 60)
     ray.kill(placed._seats["program"].host)
-    until(lambda: placed.awaited("program"), 60)
+    until(lambda: placed.awaited("program") and placed._seats["program"].lost, 60)  # a while after the call
     until(lambda: not placed.awaited("program"), 60)
     assert output_of(placed, tmp_path, "echo", "here") == (0, "here\n")
 
