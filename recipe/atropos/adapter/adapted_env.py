@@ -27,12 +27,13 @@ from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.restore import chat_templates_give_lists, collect_each, restore_group
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.shaping import check_literals, dropped_by_environment, record_groups, recorded, shape
-from recipe.atropos.adapter.teacher import TeacherFixes
+from recipe.atropos.adapter.teacher import TeacherFixes, taught_logprobs
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
 from recipe.atropos.algorithm.reward_bridge import RewardBridge
 from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, has_advantages, turns_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.inference.client import InferenceError
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
                     raise RefusedGroup(
                         Reason.PARTIAL_REPLY, "a turn that group_overrides tells of was not sampled whole"
                     )
-                self._credit(group, item)
+                await self._credit(group, item)
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)
             except RefusedGroup as refused:
                 self.report.refuse(refused.reason, str(refused))
@@ -157,12 +158,22 @@ class AdaptedEnv(CommandLine, Lifecycle):
             return
         restore_group(self._calls.caches["train"], group, self.report.counts, self.config.wandb_name)
 
-    def _credit(self, group: dict[str, Any], item: Any) -> None:
+    async def _credit(self, group: dict[str, Any], item: Any) -> None:
+        credit, taught = self.adapter_settings.credit, None
         with self._ends_on_failure():
-            if self.adapter_settings.credit is not None:
-                add_credit(group, self.adapter_settings.credit, self.tokenizer, item)
-            elif any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
-                raise CreditError("the environment sends branches: give environment.credit, which compares them")
+            if credit is None:
+                if any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
+                    raise CreditError("the environment sends branches: give environment.credit, which compares them")
+                return
+            if credit.teacher is not None:
+                servers = sglang_servers(self.server)
+                try:
+                    taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, servers)
+                except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
+                    logger.warning("%s: no teacher: %s", self.report.name, error)
+                    self.report.count("teacher_missing")
+                    return
+            add_credit(group, credit, self.tokenizer, item, taught)
 
     # ------------------------------------------------------------------ wandb
 

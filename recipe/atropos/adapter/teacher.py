@@ -1,4 +1,5 @@
-"""Fixes for Atropos' teacher distillation (``TeacherDistillationEnv``), which give the trainer what it needs.
+"""Teachers: fixes for Atropos' teacher distillation (``TeacherDistillationEnv``), which give the trainer what it needs;
+and ``taught_logprobs``, a teacher's opinion of each sampled token, for ``environment.credit.teacher``.
 
 ``TeacherFixes`` works around what keeps such environments from running here:
 
@@ -12,8 +13,11 @@
 - ``evaluate`` needs no teacher; ``process`` has none, and fails if one is enabled.
 """
 
+import asyncio
 import heapq
+import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +26,10 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 
 from recipe.atropos.adapter.recorded_calls import client_of
+from recipe.atropos.credit.group import CreditError, Teacher
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.inference.client import SGLangClient
 
 TopK = tuple[list[list[int]], list[list[float]]]  # token ids and logprobs, [position][rank]
 
@@ -81,15 +88,56 @@ async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int
         InferenceError: the request failed; names the server. atroposlib retries such a call.
     """
     async with client_of(server.config) as client:
-        reply = await client.generate(
-            input_ids=list(input_ids),
-            sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-            logprob_start_len=0,
-            top_logprobs_num=max(1, top_k),
-        )
-    found = reply["meta_info"]["input_top_logprobs"]
+        meta = await _prompt_logprobs(client, input_ids, top_logprobs_num=max(1, top_k))
+    found = meta["input_top_logprobs"]
     return {
         "prompt_tokens": list(input_ids),
         "prompt_topk_token_ids": [[token for _, token, *_ in at or ()] for at in found],
         "prompt_topk_logprobs": [[value for value, *_ in at or ()] for at in found],
     }
+
+
+async def _prompt_logprobs(client: SGLangClient, ids: Sequence[int], start: int = 0, **fields: Any) -> dict[str, Any]:
+    """Return ``meta_info`` of /generate, whose ``input_token_logprobs`` are those of the tokens from ``start`` on, at
+    temperature 1 whatever is asked for; that of the token at ``start`` may be None."""
+    parameters = {"max_new_tokens": 1, "temperature": 1.0}
+    reply = await client.generate(input_ids=list(ids), sampling_params=parameters, logprob_start_len=start, **fields)
+    return reply["meta_info"]
+
+
+async def taught_logprobs(
+    teacher: Teacher, group: dict[str, Any], item: Any, tokenizer: Any, policy: Sequence[SGLangServer]
+) -> list[list[float]]:
+    """Return the teacher's logprob of each token of each sequence of a group; 0 before the first that is trained.
+
+    ``policy``: the policy's own servers, of which the first is asked if there is no other. A hint goes before all
+    tokens of a sequence but a first BOS.
+
+    Raises:
+        CreditError: the function of ``hint`` raises or returns no text, the key's variable is not set, the policy has
+            no server of type sglang, or the teacher has another tokenizer.
+        InferenceError: the teacher did not answer.
+    """
+    function = teacher.function()
+    try:
+        key = os.environ[teacher.api_key_env] if teacher.api_key_env else None
+        before = tokenizer.encode(function(item), add_special_tokens=False) if function else []
+    except Exception as error:  # of the variable, or of the function
+        raise CreditError(f"environment.credit.teacher={teacher}: {error!r}") from error
+    if not (teacher.base_url or policy):
+        raise CreditError("environment.credit.teacher: the policy has no server of type sglang; give base_url")
+    client = SGLangClient(teacher.base_url, key) if teacher.base_url else client_of(policy[0].config)
+
+    async def judged(tokens: list[int], masks: list[int]) -> list[float]:
+        first = next((start for start, _ in trained_spans(masks)), len(tokens))
+        bos = tokens[:1] if tokenizer.bos_token_id in tokens[:1] else []
+        ids = [*bos, *before, *tokens[len(bos) :]]
+        meta = await _prompt_logprobs(client, ids, max(0, len(before) + first - 1))
+        found = [value for value, *_ in meta["input_token_logprobs"]]
+        return [0.0] * first + found[len(found) - (len(tokens) - first) :]
+
+    async with client:
+        text = tokenizer.decode(group["tokens"][0])
+        if teacher.base_url and await client.tokenize(text) != tokenizer.encode(text, add_special_tokens=False):
+            raise CreditError(f"environment.credit.teacher.base_url={teacher.base_url}: not the policy's tokenizer")
+        return await asyncio.gather(*map(judged, group["tokens"], group["masks"]))

@@ -193,10 +193,11 @@ def _shares(specs: Sequence[EnvironmentSpec], batch_size: int) -> Rules:
 
 def _joined(config: DictConfig) -> Rules:
     """Yield settings that have no effect because the run starts no environment of its own."""
+    teacher = (config.environment.credit or {}).get("teacher")  # sessions ask none
     for key, value in (
         ("environment.args", dict(config.environment.args)),
         ("environment.reward_bridge", config.environment.reward_bridge),
-        ("environment.credit", None if config.sessions.enabled else config.environment.credit),
+        ("environment.credit", None if config.sessions.enabled and not teacher else config.environment.credit),
         ("environment.replicas", config.environment.replicas if config.environment.replicas > 1 else None),
         ("evaluation.every", config.evaluation.every),
     ):
@@ -220,13 +221,14 @@ def _check_credit(key: str, given: Mapping[str, Any] | None, python: str | None 
         from recipe.atropos.credit.group import Credit
 
         credit = Credit.parse(dict(given), f"{key}.credit")
-        if python is None:  # else its own interpreter has the function
-            credit.function()
+        for named in (credit, credit.teacher) if python is None else ():  # else its own interpreter has the functions
+            named is None or named.function()
 
 
 def _ignored_credit(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rules:
     """Yield settings under which the advantages of ``credit`` would be computed, sent, and not used."""
     estimator, own = config.algorithm.adv_estimator, {spec.key: spec.credit for spec in specs}
+    temperature = config.actor_rollout_ref.rollout.temperature
     for key, credit in (own or {"environment": config.environment.credit}).items():
         for ignored, setting, fix in (
             (
@@ -235,6 +237,11 @@ def _ignored_credit(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rul
                 "choose grpo_atropos",
             ),
             (not config.trainer.atropos.use_advantages, "trainer.atropos.use_advantages=false", "set it to true"),
+            (
+                (credit or {}).get("teacher") is not None and temperature != 1,
+                f"actor_rollout_ref.rollout.temperature={temperature}, because its teacher judges at 1",
+                "set it to 1",
+            ),
         ):
             yield credit is not None and ignored, f"{key}.credit has no effect with {setting}; {fix}, or drop credit"
 

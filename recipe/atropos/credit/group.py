@@ -25,10 +25,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from recipe.atropos.credit.rules import Decisions, advantages
-from recipe.atropos.data.rows import trained_spans
+from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantages
+from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
 
@@ -37,6 +37,35 @@ Values = Callable[[Any, str], float]
 
 class CreditError(ConfigurationError):
     """What the environment gives cannot be credited; the message names it."""
+
+
+class Teacher(BaseModel):
+    """Who else judges each token; the keys of ``environment.credit.teacher``: another model, or the same policy that is
+    told more. The server is SGLang, with the policy's tokenizer; it judges at temperature 1, as the policy must sample.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_url: str | None = Field(
+        None, pattern=r"^https?://[^\s@]+$", description="The server's address; null: the policy's own server"
+    )
+    api_key_env: str | None = Field(None, description="The variable that holds that server's key, if it has one")
+    hint: str | None = Field(
+        None,
+        pattern=r"^[\w.]+:\w+$",
+        description="MODULE:function(item) -> text that the teacher reads before a row's own prompt, as the solution",
+    )
+    scale: float = Field(1.0, gt=0, description="Factor of log(teacher's probability / policy's) of a sampled token")
+
+    @model_validator(mode="after")
+    def _knows_more(self) -> "Teacher":
+        if self.base_url is None and (self.hint is None or self.api_key_env is not None):
+            raise ValueError("the policy's own server needs a hint, and no api_key_env; give base_url, or hint alone")
+        return self
+
+    def function(self) -> Callable[[Any], str] | None:
+        """Return the function that ``hint`` names. Raises CreditError if there is none."""
+        return _named(self.hint, "environment.credit.teacher.hint")
 
 
 class Credit(BaseModel):
@@ -58,6 +87,18 @@ class Credit(BaseModel):
         False, description="No gradient from groups whose scores, before any reward bridge, are equal"
     )
 
+    teacher: Teacher | None = Field(
+        None,
+        description="On-policy distillation: a token's advantage is log(teacher's probability / policy's), minus a "
+        "reverse KL's estimate by one sample; base_url, api_key_env, hint, scale",
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> "Credit":
+        if self.teacher is not None and (unread := self.model_fields_set - _WITH_TEACHER):
+            raise ValueError(f"a teacher judges each token; leave out {', '.join(sorted(unread))}")
+        return self
+
     @classmethod
     def parse(cls, given: Any, key: str) -> "Credit":
         """Return the settings of a mapping. Raises ConfigurationError, which names ``key`` and the fix."""
@@ -77,18 +118,26 @@ class Credit(BaseModel):
     @property
     def rule(self) -> str:
         """What a reader of advantages needs to know: the spans, lambda, and what differs from the defaults."""
-        shown = {"spans": self.spans, "lam": self.lam} | self.model_dump(exclude_defaults=True)
+        shown = {} if self.teacher else {"spans": self.spans, "lam": self.lam}
+        shown |= self.model_dump(exclude_defaults=True)
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
     def function(self) -> Values | None:
         """Return the function that ``values`` names. Raises CreditError if there is none."""
-        try:
-            found = None if self.values is None else pkgutil.resolve_name(self.values)
-        except Exception as error:  # of the module too
-            raise CreditError(f"environment.credit.values={self.values}: {error!r}; give MODULE:function") from error
-        if found is not None and not callable(found):
-            raise CreditError(f"environment.credit.values={self.values}: no function, but {found!r:.80}")
-        return found
+        return _named(self.values, "environment.credit.values")
+
+
+_WITH_TEACHER = {"teacher", "mix", "outcome_gate"}  # the keys that a teacher leaves their effect
+
+
+def _named(name: str | None, key: str) -> Callable[..., Any] | None:
+    try:
+        found = None if name is None else pkgutil.resolve_name(name)
+    except Exception as error:  # of the module too
+        raise CreditError(f"{key}={name}: {error!r}; give MODULE:function") from error
+    if found is not None and not callable(found):
+        raise CreditError(f"{key}={name}: no function, but {found!r:.80}")
+    return found
 
 
 _OVER_TURNS = {"turn_values", "turn_states", "turn_numbers"}  # overrides with a value for each turn
@@ -104,20 +153,31 @@ class Decision(NamedTuple):
     end: int
 
 
-def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, item: Any = None) -> None:
+def add_credit(
+    group: dict[str, Any],
+    credit: Credit,
+    tokenizer: Any = None,
+    item: Any = None,
+    taught: Sequence[Sequence[float]] | None = None,
+) -> None:
     """Write the ``advantages`` of a group, a list of floats for each sequence, one for each token, and their rule.
 
     ``tokenizer`` is needed for ``spans`` other than turns, and for ``values``, which is given ``item`` and an episode's
     text from the end of the prompt to the next decision, what the environment said after this one included; of an
     episode of several sequences that of each, joined by a newline.
 
+    With ``credit.teacher``, ``taught`` has the teacher's logprob of each token of each sequence, at the temperature of
+    the group's ``inference_logprobs``; ``adapter.teacher`` asks for them.
+
     Raises:
         CreditError: the group has advantages already, a field of it has not one value for each turn, a value is not
-            finite, or the function of ``credit.values`` raises.
+            finite, the function of ``credit.values`` raises, or ``credit.teacher`` is without ``taught``, or with what
+            only values and turns have an effect on.
     """
     if has_advantages(group):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
     _check_turns(group)
+    _check_taught(group, credit, taught)
     found = list(_decisions(group, credit, tokenizer))
     group["group_overrides"] = _overrides(group) | {"credit": credit.rule}
     raw = _overrides(group).get("raw_scores", group["scores"])
@@ -136,13 +196,36 @@ def add_credit(group: dict[str, Any], credit: Credit, tokenizer: Any = None, ite
         states = [tuple(group["tokens"][one.sequence][: one.start]) for one in found]
     values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
     decisions = Decisions(parents, outcomes, values, states)
-    given = advantages(decisions, credit.gamma, credit.lam, credit.mix)
+    if credit.teacher:
+        given = credit.mix * outcome_advantages(decisions)
+    else:
+        given = advantages(decisions, credit.gamma, credit.lam, credit.mix)
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value
-    group["advantages"] = [row.tolist() for row in rows]
-    if values is None:
+    if credit.teacher and taught:
+        for row, masks, *logprobs in zip(rows, group["masks"], taught, group["inference_logprobs"], strict=True):
+            teacher, own = np.array(logprobs, float)
+            known = (np.array(masks) != IGNORED) & (own <= 0) & ~np.isnan(teacher)  # else it was not sampled
+            row[known] += (1 - credit.mix) * credit.teacher.scale * (teacher - own)[known]
+    elif values is None:
         group["group_overrides"]["credit"] += ", without values"
+    group["advantages"] = [row.tolist() for row in rows]
+
+
+def _check_taught(group: dict[str, Any], credit: Credit, taught: Any) -> None:
+    if credit.teacher is None:
+        return
+    unread = [name for name in sorted(OF_TURNS - {"turn_numbers"}) if _overrides(group).get(name) is not None]
+    sampled = {each["temperature"] for row in _overrides(group).get("sampling_params") or () for each in row or ()}
+    for wrong, message in (
+        (unread, f"judges each token; {', '.join(unread)} of group_overrides would have no effect"),
+        (not taught, "is asked for environments that the launcher starts; here nobody gave its logprobs"),
+        (not group.get("inference_logprobs"), "needs the policy's inference_logprobs; the group has none"),
+        (sampled - {1.0}, f"judges at temperature 1; the policy sampled at {sorted(sampled)}: set it to 1"),
+    ):
+        if wrong:
+            raise CreditError(f"environment.credit.teacher {message}")
 
 
 def has_advantages(group: dict[str, Any]) -> bool:

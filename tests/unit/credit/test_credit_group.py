@@ -274,3 +274,66 @@ def test_credit_names_the_function_that_fails(group):
     for given in ("nowhere:f", "os:sep", "os..path:join"):
         with pytest.raises(CreditError, match=f"environment.credit.values={given}"):
             Credit(values=given).function()
+
+
+# ---------------------------------------------------------------------- a teacher
+
+TAUGHT = Credit(teacher={"base_url": "http://teacher:1", "scale": 2.0}, mix=0.5)
+
+
+def judged_group():
+    """Two rows of two turns, (N, T); the last token of the first row has no logprob, so nobody sampled it."""
+    group = {"tokens": [[1, 2, 3, 4, 5]] * 2, "masks": [[-100, 2, -100, 4, 5]] * 2, "scores": [1.0, 0.0]}
+    return group | {"inference_logprobs": [[1.0, -1.0, 1.0, -2.0, 1.0], [1.0, -0.5, 1.0, -0.25, -1.0]]}
+
+
+TEACHERS = [[0.0, -0.5, -9.0, -3.0, -0.5], [0.0, -0.5, -9.0, -0.25, -2.0]]
+
+
+def test_credit_of_a_teacher_by_hand():
+    """Half of GRPO, half of twice log(teacher / policy); nothing of the latter on a token that was not sampled."""
+    group = judged_group()
+    add_credit(group, TAUGHT, taught=TEACHERS)
+    a = 0.5 / np.sqrt(2)
+    expected = [[0.0, 0.5 + a, 0.0, -1.0 + a, a], [0.0, 0.0 - a, 0.0, 0.0 - a, -1.0 - a]]
+    assert np.allclose(group["advantages"], expected, atol=1e-5)
+    assert group["group_overrides"]["credit"] == f"mix=0.5 teacher={TAUGHT.teacher.model_dump(exclude_defaults=True)}"
+    alone = judged_group()
+    add_credit(alone, TAUGHT.model_copy(update={"mix": 0.0}), taught=TEACHERS)
+    assert np.allclose(alone["advantages"], [[0.0, 1.0, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0, -2.0]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "taught", "message"),
+    [
+        ({}, None, "teacher is asked for environments that the launcher starts"),
+        ({"inference_logprobs": None}, TEACHERS, "teacher needs the policy's inference_logprobs"),
+        ({"group_overrides": {"turn_values": [[0, 0]] * 2}}, TEACHERS, "turn_values of group_overrides"),
+        ({"group_overrides": {"branches": [None, [0, 1]]}}, TEACHERS, "branches of group_overrides"),
+        ({"group_overrides": {"sampling_params": [[{"temperature": 0.5}], None]}}, TEACHERS, r"sampled at \[0.5\]"),
+    ],
+)
+def test_credit_of_a_teacher_refuses_what_has_no_effect(changes, taught, message):
+    with pytest.raises(CreditError, match=message):
+        add_credit(judged_group() | changes, TAUGHT, taught=taught)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({}, "teacher={}: .*give base_url, or hint alone"),
+        ({"hint": "a:b", "api_key_env": "KEY"}, "give base_url, or hint alone"),
+        ({"base_url": "teacher:1"}, "teacher.base_url=teacher:1: "),
+        ({"base_url": "http://key@teacher"}, "teacher.base_url=http://key@teacher: "),
+        ({"hint": "solution"}, "teacher.hint=solution: "),
+    ],
+)
+def test_credit_of_a_teacher_is_checked_by_name(teacher, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Credit.parse({"teacher": teacher}, "environment.credit")
+
+
+@pytest.mark.parametrize("other", [{"values": "a:b"}, {"spans": "turns"}, {"lam": 0.5}, {"gamma": 1.0}])
+def test_credit_of_a_teacher_leaves_no_effect_to_other_keys(other):
+    with pytest.raises(ConfigurationError, match=f"a teacher judges each token; leave out {next(iter(other))}"):
+        Credit.parse({"teacher": {"hint": "a:b"}} | other, "environment.credit")

@@ -97,6 +97,8 @@ def test_join_refuses_settings_of_no_environment(override, told):
 
 def test_join_takes_credit_for_groups_of_sessions():
     check_config(config("environment.credit={lam: 0.5}", "sessions.enabled=true"))
+    with pytest.raises(ConfigurationError, match="teacher.* has no effect with environment.target=null"):
+        check_config(config("environment.credit={teacher: {base_url: 'http://h:1'}}", "sessions.enabled=true"))
 
 
 def test_join_needs_a_key_that_somebody_can_know(monkeypatch):

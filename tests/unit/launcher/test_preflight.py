@@ -32,6 +32,10 @@ CASES = {
     "environment.credit={} algorithm.adv_estimator=rloo": (
         "environment.credit has no effect with algorithm.adv_estimator=rloo, which reads no advantages"
     ),
+    "environment.credit.teacher.hint=json:dumps actor_rollout_ref.rollout.temperature=0.5": (
+        "credit has no effect with actor_rollout_ref.rollout.temperature=0.5, because its teacher judges at 1"
+    ),
+    "environment.credit.teacher.hint=json:no_such": "environment.credit.teacher.hint=json:no_such: ",
     f"environment.credit={{}} {ATROPOS}.use_advantages=false": "use_advantages=false; set it to true, or drop credit",
     f"{ATROPOS}.advantage_normalization=max": "choose one of none, batch, global",
     f"{ATROPOS}.advantage_clipping=[1,-1]": "low below high",
