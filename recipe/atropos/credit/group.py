@@ -83,6 +83,11 @@ class Credit(BaseModel):
     gamma: float = Field(1.0, gt=0, le=1, description="Discount of what follows by each decision")
     lam: float = Field(0.5, ge=0, le=1, description="Weight of what follows: 0 trusts the values, 1 the outcome alone")
     mix: float = Field(0.0, ge=0, le=1, description="Share of outcome GRPO")
+    shrink: float = Field(
+        0.0,
+        ge=0,
+        description="Turn tree without values: V of a turn is shrunk to V before it as by so many leaves of that worth",
+    )
     outcome_gate: bool = Field(
         False, description="No gradient from groups whose scores, before any reward bridge, are equal"
     )
@@ -199,7 +204,7 @@ def add_credit(
     if credit.teacher:
         given = credit.mix * outcome_advantages(decisions)
     else:
-        given = advantages(decisions, credit.gamma, credit.lam, credit.mix)
+        given = advantages(decisions, credit.gamma, credit.lam, credit.mix, credit.shrink)
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value

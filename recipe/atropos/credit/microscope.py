@@ -17,9 +17,12 @@ the gradient of a recorded step instead (``--run NAME --help``).
 import argparse
 import itertools
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +31,7 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 
 RIGHT, _WRONG, STOP = range(3)
 RATES, UPDATES, HELD_OUT, EVERY = (0.03, 0.1, 0.3), 1000, 24, 4
+SHRINK = 2.0
 _OPTIONS = {  # the least and the most
     "steps": (1, 100),
     "slack": (0, 100),
@@ -71,24 +75,28 @@ class Item:
         """The environment's check of what was reached: the part of the right decisions that were taken."""
         return state[0] / (len(self.needs) + 1)
 
+    def chances(self, policy: np.ndarray) -> tuple[float, dict[State, list[float]]]:
+        """Return the probability of a right episode, and after each action in each state, those that follow first."""
+        rows, found = policy.tolist(), dict[State, list[float]]()
+
+        def below(state: State) -> float:
+            if state not in found:
+                ends = [self.after(state, action) for action in range(3)]
+                found[state] = [below(follows) if outcome is None else outcome for follows, outcome in ends]
+            return sum(map(mul, rows[self.row(state)], found[state]))
+
+        return below((0, 0)), found
+
     def success(self, policy: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the probability of a right episode, and its gradient with respect to the logits, (skills + 1, 3)."""
-        known: dict[State, tuple[float, np.ndarray]] = {}
-
-        def below(state: State) -> tuple[float, np.ndarray]:
-            if state not in known:
-                row = self.row(state)
-                values, gradient = np.zeros(3), np.zeros_like(policy)
-                for action in range(3):
-                    follows, outcome = self.after(state, action)
-                    values[action], gradients = (outcome, 0.0) if outcome is not None else below(follows)
-                    gradient += policy[row, action] * gradients
-                mean = policy[row] @ values
-                gradient[row] += policy[row] * (values - mean)
-                known[state] = mean, gradient
-            return known[state]
-
-        return below((0, 0))
+        success, chances = self.chances(policy)
+        reached, gradient = defaultdict[State, float](float, {(0, 0): 1.0}), np.zeros_like(policy)
+        for state, values in reversed(chances.items()):
+            row, chance = self.row(state), reached[state]
+            gradient[row] += chance * policy[row] * (values - policy[row] @ values)
+            for action in (RIGHT, _WRONG):
+                reached[self.after(state, action)[0]] += chance * policy[row, action]
+        return success, gradient
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -102,7 +110,7 @@ def first_logits(item: Item, success: float) -> np.ndarray:
     low, high = -30.0, 30.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if item.success(softmax(middle * best))[0] < success else (low, middle)
+        low, high = (middle, high) if item.chances(softmax(middle * best))[0] < success else (low, middle)
     return high * best
 
 
@@ -134,9 +142,9 @@ def rollout(
     item: Item, policy: np.ndarray, rng: np.random.Generator, state: State
 ) -> Iterator[tuple[float, State, State, int]]:
     """Yield the decisions from a state to the episode's end: outcome (NaN before), state before and after, action."""
-    steps, outcome = np.cumsum(policy, -1), None
+    steps, outcome = np.cumsum(policy, -1).tolist(), None
     while outcome is None:
-        action = min(STOP, int(np.searchsorted(steps[item.row(state)], rng.random())))
+        action = min(STOP, bisect_left(steps[item.row(state)], rng.random()))
         before, (state, outcome) = state, item.after(state, action)
         yield math.nan if outcome is None else outcome, before, state, action
 
@@ -202,6 +210,7 @@ RULES = {
     "progress, lam 1": Rule(partial(advantages, lam=1.0)),
     "progress, mix 0.5": Rule(partial(advantages, lam=0.5, mix=0.5)),
     "turn tree": Rule(_outcomes(advantages), 0.5),
+    "turn tree, shrunk": Rule(_outcomes(partial(advantages, shrink=SHRINK)), 0.5),
     "turn tree, progress": Rule(partial(advantages, lam=0.5), 0.5),
     "VinePPO": Rule(partial(advantages, lam=0.0), continued=4),  # arXiv 2410.01679, with this kit's baseline
 }
@@ -238,7 +247,7 @@ class Microscope:
         first, second, sampled = np.zeros_like(logits), np.zeros_like(logits), 0
         for update in range(1, UPDATES + 1):
             policy = softmax(logits)
-            if update % EVERY == 1 and np.mean([item.success(policy)[0] for item in self.items[:HELD_OUT]]) >= 0.8:
+            if update % EVERY == 1 and np.mean([item.chances(policy)[0] for item in self.items[:HELD_OUT]]) >= 0.8:
                 return sampled
             found, gradient = self.draw(rule, policy, rng)
             sampled += found.sampled

@@ -5,7 +5,8 @@ another, or begins the episode; independent rollouts are chains, branches share 
 
 - A decision is compared with others that the same policy took, never with what follows itself: an advantage is its
   return minus a mean over other decisions. So before it is scaled the estimate of the policy gradient is unbiased,
-  also where the policy decides when to stop, if values are exact or gamma and lambda are 1. ``microscope`` measures it.
+  also where the policy decides when to stop, if values are exact or gamma and lambda are 1, and nothing is shrunk.
+  ``microscope`` measures it.
 - At one decision for each rollout, and with chains, no values and no equal states at any number of them, the advantages
   are those of GRPO: (score - mean) / standard deviation (arXiv 2402.03300, section 4.1.2).
 - The order of siblings changes nothing, and a branch follows its ancestors whatever the order of the others.
@@ -45,13 +46,17 @@ class Decisions:
         return ~np.isnan(self.outcomes)
 
 
-def returns(group: Decisions, gamma: float = 1.0, lam: float = 0.0) -> np.ndarray:
+def returns(group: Decisions, gamma: float = 1.0, lam: float = 0.0, shrink: float = 0.0) -> np.ndarray:
     """Return what each decision brought, (D,) float: with values the sum over what follows of (gamma lam)^k times the
     progress of the k-th decision after it, gamma times the value after minus the value before; the mean over branches.
 
     The value after the last decision is the outcome, so with gamma = lam = 1 it is the outcome minus the value before:
     progress that the outcome does not confirm is taken back (generalized advantage estimation, arXiv 1506.02438, with
-    the environment's check as value function). Without values it is the outcome, the mean over all leaves below.
+    the environment's check as value function).
+
+    Without values it is V after the decision: the outcome at an episode's end, else the mean over the n leaves below,
+    shrunk to V before the decision as by ``shrink`` more leaves of that worth, (n mean + shrink V) / (n + shrink); V of
+    the beginning is the mean over all leaves. So few leaves tell less; above 0 it is biased (empirical Bayes).
     """
     count = len(group.parents)
     if group.values is None:
@@ -67,6 +72,11 @@ def returns(group: Decisions, gamma: float = 1.0, lam: float = 0.0) -> np.ndarra
         if (parent := group.parents[i]) >= 0:
             below[parent] += leaves[i] * found[i]
             leaves[parent] += leaves[i]
+    if shrink and group.values is None:
+        start = group.outcomes[group.ends].mean()
+        for i in np.flatnonzero(~group.ends):  # each after its parent
+            above = found[parent] if (parent := group.parents[i]) >= 0 else start
+            found[i] = (leaves[i] * found[i] + shrink * above) / (leaves[i] + shrink)
     return found
 
 
@@ -172,7 +182,9 @@ def outcome_advantages(group: Decisions) -> np.ndarray:
     return scaled(plain, weights(plain) * centered(plain, returns(plain)))
 
 
-def advantages(group: Decisions, gamma: float = 1.0, lam: float = 0.0, mix: float = 0.0) -> np.ndarray:
+def advantages(
+    group: Decisions, gamma: float = 1.0, lam: float = 0.0, mix: float = 0.0, shrink: float = 0.0
+) -> np.ndarray:
     """Return the advantages of a group's decisions, (D,); ``mix`` is the share of outcome GRPO in them."""
-    credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam)))
+    credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
     return (1 - mix) * credit + mix * outcome_advantages(group) if mix else credit

@@ -14,6 +14,7 @@ from recipe.atropos.credit.microscope import (
     STOP,
     Item,
     Microscope,
+    Rule,
     Sample,
     draw,
     first_logits,
@@ -64,6 +65,18 @@ def test_credit_compares_with_the_nearest_relatives_by_hand():
     assert found == pytest.approx([0.5, 1.0, 0.0, 0.0, 0.0])  # of a decision that goes on: the mean below
     # 0 against 3; 1 and 2 against each other; 3 against 0; 4 has no sibling: against 1 and 2, its cousins
     assert centered(tree, found) == pytest.approx([0.5, 1.0, -1.0, -0.5, -0.5])
+
+
+def test_credit_shrinks_a_turn_trees_values_by_hand():
+    """V of the start is 0.5, over four leaves; below it two leaves count beside two more, or one beside two."""
+    #        0      (1,  2)        3    (4)   5
+    tree = Decisions(np.array([-1, 0, 0, -1, 3, -1]), np.array([NAN, 1.0, 1.0, NAN, 0.0, 0.0]))
+    found = returns(tree, shrink=2.0)
+    assert found == pytest.approx([(2 * 1.0 + 2 * 0.5) / 4, 1.0, 1.0, (0.0 + 2 * 0.5) / 3, 0.0, 0.0])
+    deeper = Decisions(np.array([-1, 0, 1, -1]), np.array([NAN, NAN, 1.0, 0.0]))
+    assert returns(deeper, shrink=1.0) == pytest.approx([(1 + 0.5) / 2, (1 + 0.75) / 2, 1.0, 0.0]), "to its parent's"
+    with_values = chains([1.0, 0.0], [2, 2], [[0.0], [0.5]])
+    assert returns(with_values, shrink=2.0) == pytest.approx(returns(with_values)), "the environment's are not shrunk"
 
 
 def test_credit_compares_what_is_in_the_same_state():
@@ -147,11 +160,13 @@ def reordered(group, seed):
 
 
 @settings(max_examples=200, deadline=None)
-@given(group=forests(), seed=st.integers(0, 5), lam=st.sampled_from([0.0, 0.5, 1.0]))
-def test_credit_follows_ancestors_not_the_order(group, seed, lam):
+@given(
+    group=forests(), seed=st.integers(0, 5), lam=st.sampled_from([0.0, 0.5, 1.0]), shrink=st.sampled_from([0.0, 3.0])
+)
+def test_credit_follows_ancestors_not_the_order(group, seed, lam, shrink):
     other, order = reordered(group, seed)
-    found = advantages(group, lam=lam)
-    assert advantages(other, lam=lam) == pytest.approx(found[order], abs=1e-7)
+    found = advantages(group, lam=lam, shrink=shrink)
+    assert advantages(other, lam=lam, shrink=shrink) == pytest.approx(found[order], abs=1e-7)
     beginnings = centered(group, returns(group, lam=lam))[group.parents < 0]
     if len(beginnings) > 1:  # siblings: their mean is 0
         assert abs(beginnings.mean()) < 1e-9
@@ -273,6 +288,17 @@ def test_microscope_turn_tree_is_unbiased():
     exact = item.success(policy)[1].ravel()
     exact *= (mean @ exact) / (exact @ exact)  # a branch counts as a part of an episode
     assert (np.abs(mean - exact) < 4 * error).all()
+
+
+def test_microscope_sees_the_bias_of_shrunk_values():
+    """At 4 steps the mean of a shrunk tree's estimates turns away from the gradient, and is less noisy."""
+    item = Item((0,) * 4, skills=1, slack=4)
+    scope = Microscope([item], first_logits(item, 0.1), 8)
+    (angle, noise), (biased, less) = (
+        scope.estimate(Rule(lambda group, k=k: advantages(replace(group, values=None), shrink=k), 0.5), 600)
+        for k in (0.0, 8.0)
+    )
+    assert angle < 5 < 12 < biased and less < noise, (angle, noise, biased, less)
 
 
 def test_microscope_continuations_tell_values():
