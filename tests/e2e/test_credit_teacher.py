@@ -110,7 +110,7 @@ def test_credit_of_a_teacher_names_what_is_wrong(model_path, server, teacher, to
 
 def test_credit_of_a_teacher_needs_the_policys_temperature_and_tokenizer(model_path, server, monkeypatch):
     monkeypatch.setenv("ATROPOS_TEMPERATURE", "0.5")
-    with pytest.raises(CreditError, match=r"judges at temperature 1; the policy sampled at \[0.5\]"):
+    with pytest.raises(CreditError, match=r"judges at temperature 1, the policy sampled at \[0.5\]"):
         sent(model_path, server, {"teacher": {"hint": HINT}})
     monkeypatch.delenv("ATROPOS_TEMPERATURE")
 

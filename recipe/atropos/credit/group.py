@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -57,12 +57,6 @@ class Teacher(BaseModel):
     )
     scale: float = Field(1.0, gt=0, description="Factor of log(teacher's probability / policy's) of a sampled token")
 
-    @model_validator(mode="after")
-    def _knows_more(self) -> "Teacher":
-        if self.base_url is None and (self.hint is None or self.api_key_env is not None):
-            raise ValueError("the policy's own server needs a hint, and no api_key_env; give base_url, or hint alone")
-        return self
-
     def function(self) -> Callable[[Any], str] | None:
         """Return the function that ``hint`` names. Raises CreditError if there is none."""
         return _named(self.hint, "environment.credit.teacher.hint")
@@ -80,6 +74,12 @@ class Credit(BaseModel):
         description="MODULE:function(item, text) -> what was reached by the text of an episode so far, in units of the "
         "score; null: the environment's own turn_values, if it gives some",
     )
+    method: Literal["progress", "gigpo", "vineppo", "mt_grpo"] = Field(
+        "progress",
+        description="progress, the kit's own, or a paper's formula, unscaled: vineppo takes values for V, mt_grpo for "
+        "turns' own rewards; gigpo compares equal turn_states",
+    )
+    weight: float = Field(1.0, ge=0, description="gigpo's omega, of its step part; mt_grpo's lambda, of its outcome")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount of what follows by each decision")
     lam: float = Field(0.5, ge=0, le=1, description="Weight of what follows: 0 trusts the values, 1 the outcome alone")
     mix: float = Field(0.0, ge=0, le=1, description="Share of outcome GRPO")
@@ -100,9 +100,27 @@ class Credit(BaseModel):
 
     @model_validator(mode="after")
     def _has_effect(self) -> "Credit":
-        if self.teacher is not None and (unread := self.model_fields_set - _WITH_TEACHER):
-            raise ValueError(f"a teacher judges each token; leave out {', '.join(sorted(unread))}")
+        unread = self.model_fields_set & _UNREAD[self.kind] | ({"shrink"} if self.shrink and self.values else set())
+        asked = self.teacher
+        for wrong, message in (
+            (unread, f"{self.kind} leaves no effect to {', '.join(sorted(unread))}; leave it out"),
+            (
+                self.spans != "turns" and self.values is None,
+                f"spans={self.spans}: parts of turns need values, a function",
+            ),
+            (
+                asked and not (asked.base_url or asked.hint),
+                "teacher: the policy's own server knows no more; give hint or base_url, or both",
+            ),
+            (asked and asked.api_key_env and not asked.base_url, "teacher.api_key_env is for base_url; give both"),
+        ):
+            if wrong:
+                raise ValueError(message)
         return self
+
+    @property
+    def kind(self) -> str:
+        return "teacher" if self.teacher else self.method
 
     @classmethod
     def parse(cls, given: Any, key: str) -> "Credit":
@@ -116,14 +134,12 @@ class Credit(BaseModel):
             raise ConfigurationError(f"{where}={problem['input']}: {problem['msg']}") from error
         except re.error as error:
             raise ConfigurationError(f"{key}.spans={given['spans']}: {error}; give turns or a pattern") from error
-        if credit.spans != "turns" and credit.values is None:
-            raise ConfigurationError(f"{key}.spans={credit.spans}: parts of turns need {key}.values, a function")
         return credit
 
     @property
     def rule(self) -> str:
         """What a reader of advantages needs to know: the spans, lambda, and what differs from the defaults."""
-        shown = {} if self.teacher else {"spans": self.spans, "lam": self.lam}
+        shown = {} if self.kind != "progress" else {"spans": self.spans, "lam": self.lam}
         shown |= self.model_dump(exclude_defaults=True)
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
@@ -132,7 +148,13 @@ class Credit(BaseModel):
         return _named(self.values, "environment.credit.values")
 
 
-_WITH_TEACHER = {"teacher", "mix", "outcome_gate"}  # the keys that a teacher leaves their effect
+_UNREAD: dict[str, set[str]] = {  # keys and overrides that each leaves without effect
+    "progress": {"weight"},
+    "gigpo": {"spans", "lam", "shrink", "values", "turn_values", "branches"},
+    "vineppo": {"lam", "shrink", "weight", "turn_states", "branches"},
+    "mt_grpo": {"lam", "shrink", "gamma", "turn_states", "branches"},
+}
+_UNREAD["teacher"] = {"method", *set().union(*_UNREAD.values())}
 
 
 def _named(name: str | None, key: str) -> Callable[..., Any] | None:
@@ -182,7 +204,7 @@ def add_credit(
     if has_advantages(group):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
     _check_turns(group)
-    _check_taught(group, credit, taught)
+    _check_read(group, credit, taught)
     found = list(_decisions(group, credit, tokenizer))
     group["group_overrides"] = _overrides(group) | {"credit": credit.rule}
     raw = _overrides(group).get("raw_scores", group["scores"])
@@ -199,12 +221,12 @@ def add_credit(
         states = [str(named[one.sequence][one.turn]) for one in found]
     else:
         states = [tuple(group["tokens"][one.sequence][: one.start]) for one in found]
-    values = _values(group, found, np.isnan(outcomes), tokenizer, item, credit.function())
+    values = _values(
+        group, found, np.isnan(outcomes) | (credit.method == "mt_grpo"), tokenizer, item, credit.function()
+    )
     decisions = Decisions(parents, outcomes, values, states)
-    if credit.teacher:
-        given = credit.mix * outcome_advantages(decisions)
-    else:
-        given = advantages(decisions, credit.gamma, credit.lam, credit.mix, credit.shrink)
+    keys = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
+    given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **keys)
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value
@@ -218,19 +240,25 @@ def add_credit(
     group["advantages"] = [row.tolist() for row in rows]
 
 
-def _check_taught(group: dict[str, Any], credit: Credit, taught: Any) -> None:
-    if credit.teacher is None:
-        return
-    unread = [name for name in sorted(OF_TURNS - {"turn_numbers"}) if _overrides(group).get(name) is not None]
-    sampled = {each["temperature"] for row in _overrides(group).get("sampling_params") or () for each in row or ()}
+def _check_read(group: dict[str, Any], credit: Credit, taught: Any) -> None:
+    """Raise CreditError for what a rule needs and the group lacks, and for what would have no effect."""
+    overrides, asked = _overrides(group), credit.teacher is not None
+    unread = _UNREAD[credit.kind] | ({"turn_values"} if credit.shrink else set())
+    found = [name for name in sorted(OF_TURNS & unread) if any(overrides.get(name) or ())]
+    valued = credit.values is not None or overrides.get("turn_values") is not None
+    sampled = {each["temperature"] for row in overrides.get("sampling_params") or () for each in row or ()}
     for wrong, message in (
-        (unread, f"judges each token; {', '.join(unread)} of group_overrides would have no effect"),
-        (not taught, "is asked for environments that the launcher starts; here nobody gave its logprobs"),
-        (not group.get("inference_logprobs"), "needs the policy's inference_logprobs; the group has none"),
-        (sampled - {1.0}, f"judges at temperature 1; the policy sampled at {sorted(sampled)}: set it to 1"),
+        (found, f"group_overrides has {', '.join(found)}, which would have no effect"),
+        (credit.method in ("vineppo", "mt_grpo") and not valued, "give values, or turn_values in group_overrides"),
+        (asked and not taught, "it is asked for environments that the launcher starts; here nobody gave its logprobs"),
+        (asked and not group.get("inference_logprobs"), "the group has no inference_logprobs of the policy"),
+        (
+            asked and sampled - {1.0},
+            f"it judges at temperature 1, the policy sampled at {sorted(sampled)}: set it to 1",
+        ),
     ):
         if wrong:
-            raise CreditError(f"environment.credit.teacher {message}")
+            raise CreditError(f"environment.credit, {credit.kind}: {message}")
 
 
 def has_advantages(group: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ Shapes: D decisions, each after its parent.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,14 +88,28 @@ def centered(group: Decisions, found: np.ndarray) -> np.ndarray:
     in the same state, else the nearest relatives, under the closest ancestor that has any; an episode that has ended is
     one of them, by its outcome, at every greater depth. What nothing can be compared with keeps its return.
     """
-    lineages: list[list[int]] = []  # of each decision: its parent, and so on, up to -1
-    for parent in group.parents.tolist():
-        lineages.append([parent] + (lineages[parent] if parent >= 0 else []))
+    lineages = _lineages(group)
     same: list[Hashable] = [  # the beginnings are in one state
         (len(lineage), lineage[0] if group.states is None or lineage[0] < 0 else (group.states[i],))
         for i, lineage in enumerate(lineages)
     ]
     return found - (_means_of_all if group.values is not None else _means_of_relatives)(group, found, lineages, same)
+
+
+def _lineages(group: Decisions) -> list[list[int]]:
+    """Return of each decision the index of its parent, of the one before that, and so on, up to -1."""
+    lineages: list[list[int]] = []
+    for parent in group.parents.tolist():
+        lineages.append([parent] + (lineages[parent] if parent >= 0 else []))
+    return lineages
+
+
+def _members(keys: Sequence[Hashable]) -> Iterable[list[int]]:
+    """Return the indices of each key."""
+    members: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        members[key].append(i)
+    return members.values()
 
 
 def _means_of_all(
@@ -109,11 +123,8 @@ def _means_of_all(
         counts[i] -= inner[i] * (1 + len(before))
         sums[before] -= found[i]
         counts[before] -= 1
-    near: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(same):
-        near[key].append(i)
     others = np.divide(sums, counts, out=np.zeros(len(found)), where=counts > 0)
-    for members in near.values():
+    for members in _members(same):
         more = found[members].sum() - found[members]
         prior = np.where(counts[members] > 0, _PRIOR, 0.0)
         if len(members) > 1:
@@ -182,9 +193,58 @@ def outcome_advantages(group: Decisions) -> np.ndarray:
     return scaled(plain, weights(plain) * centered(plain, returns(plain)))
 
 
+def _normalized(values: np.ndarray, among: Sequence[Hashable]) -> np.ndarray:
+    """Return (value - mean) / deviation over the decisions of the same key, (D,); 0 for the only one of a key."""
+    found = np.zeros(len(values))
+    for members in _members(among):
+        if len(members) > 1:
+            own = values[members]
+            found[members] = (own - own.mean()) / (own.std(ddof=1) + _EPSILON)
+    return found
+
+
+def _discounted(group: Decisions, gamma: float) -> np.ndarray:
+    """Return the outcome times gamma for each decision that follows, (D,)."""
+    return returns(Decisions(group.parents, group.outcomes, np.zeros(len(group.parents))), gamma, 1.0)
+
+
+def gigpo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
+    """Return GiGPO's advantages (arXiv 2505.10978, F a deviation), (D,): GRPO's, and ``weight``, its omega, times the
+    discounted outcome, normalized over all decisions in the same state."""
+    return outcome_advantages(group) + weight * _normalized(_discounted(group, gamma), group.states or ())
+
+
+def vineppo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
+    """Return VinePPO's advantages (arXiv 2410.01679), (D,): gamma V(after) - V(before), the outcome instead of V at the
+    end. ``values`` are means of more answers from there; V of the prompt is the mean of the group's other answers."""
+    first, plain = group.parents < 0, _discounted(group, gamma)
+    others = (plain[first].sum() - plain) / max(1, first.sum() - 1)
+    return returns(group, gamma) - first * others
+
+
+def mt_grpo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
+    """Return MT-GRPO's advantages (arXiv 2505.11821v1), (D,): the turn's own reward, which ``values`` has here,
+    normalized over the group's turns of its number, and ``weight``, its lambda, times GRPO's."""
+    turns = _normalized(np.asarray(group.values, float), [*map(len, _lineages(group))])
+    return turns + weight * outcome_advantages(group)
+
+
+PAPERS = {"gigpo": gigpo, "vineppo": vineppo, "mt_grpo": mt_grpo}  # of independent rollouts
+
+
 def advantages(
-    group: Decisions, gamma: float = 1.0, lam: float = 0.0, mix: float = 0.0, shrink: float = 0.0
+    group: Decisions,
+    gamma: float = 1.0,
+    lam: float = 0.0,
+    mix: float = 0.0,
+    shrink: float = 0.0,
+    method: str = "progress",
+    weight: float = 1.0,
 ) -> np.ndarray:
-    """Return the advantages of a group's decisions, (D,); ``mix`` is the share of outcome GRPO in them."""
-    credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
+    """Return the advantages of a group's decisions, (D,), those of ``PAPERS`` for a ``method`` of these; ``mix`` is the
+    share of outcome GRPO in them."""
+    if method in PAPERS:
+        credit = PAPERS[method](group, gamma, weight)
+    else:
+        credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
     return (1 - mix) * credit + mix * outcome_advantages(group) if mix else credit

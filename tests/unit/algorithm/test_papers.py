@@ -19,7 +19,6 @@ from helpers.trainer import compose_config, random_group
 from recipe.atropos.algorithm.advantages import RunningMoments, add_advantages
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.credit.group import Credit, add_credit
-from recipe.atropos.credit.rules import Decisions, returns
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.errors import ConfigurationError
@@ -27,7 +26,7 @@ from recipe.atropos.errors import ConfigurationError
 VOCAB = 50
 PAGE = tables("papers.md")
 KEYS = {row[0].partition(",")[0]: tuple(code(row[2])) for row in PAGE["Losses"]}
-NEAREST = {row[0].partition(",")[0]: code(row[2]) for row in PAGE["Turns"]}
+TURN_KEYS = {row[0].partition(",")[0]: code(row[2]) for row in PAGE["Turns"]}
 OF_ONE_GROUP = {"DAPO", "CISPO"}  # with several the page says a difference
 
 
@@ -194,7 +193,7 @@ FORMULAS = {
 
 
 def test_papers_of_the_page_have_a_formula_here():
-    assert list(KEYS) == list(FORMULAS) and list(NEAREST) == ["GiGPO", "VinePPO", "MT-GRPO"]
+    assert list(KEYS) == list(FORMULAS) and list(TURN_KEYS) == ["GiGPO", "VinePPO", "MT-GRPO"]
 
 
 @pytest.mark.parametrize("paper", FORMULAS)
@@ -261,7 +260,7 @@ def by_turn(first, second):
 
 
 def credit_of(paper):
-    [key] = [each for each in NEAREST[paper] if each.startswith("environment.credit=")]
+    [key] = [each for each in TURN_KEYS[paper] if each.startswith("environment.credit=")]
     return Credit.parse(OmegaConf.to_object(configured((key,)).environment.credit), "environment.credit")
 
 
@@ -277,69 +276,65 @@ def normalized(scores):
 SCORES = np.array([1.0, -1.0, 0.5, 2.0])
 
 
-def paired(scores):
-    """GiGPO's step part without deviation and discount, (N, 2): all are in one state, then the halves in one each."""
-    second = scores - np.repeat([scores[:2].mean(), scores[2:].mean()], 2)
-    return np.stack([scores - scores.mean(), second], axis=1)
+TURNS = np.array([0.75, 0.25, 0.5, 0.0])
+STATES = [["start", "a"], ["start", "a"], ["start", "b"], ["start", "start"]]
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_papers_credit_is_gigpo_but_for_the_named_factors(gamma):
-    """A state of n turns has n / (n - 1) times the paper's part; one scale for all; gamma does not discount."""
-    states = [["start", "a"], ["start", "a"], ["start", "b"], ["start", "b"]]
-    credit = credit_of("GiGPO").model_copy(update={"gamma": gamma})
-    step = paired(SCORES) * np.array([4 / 3, 2])
-    scale = np.sqrt(3 / 4) / np.sqrt((step**2).mean())
-    found = credited(episodes(SCORES.tolist(), turn_states=states), credit)
-    np.testing.assert_allclose(found, 0.5 * scale * step + 0.5 * normalized(SCORES)[:, None], rtol=1e-4)
+def gigpo(gamma=1.0, omega=1.0):
+    """Each state's turns are compared at any depth, that of the last row's second too; b was seen once."""
+    returns = np.stack([gamma * SCORES, SCORES], axis=1)
+    step = np.zeros((4, 2))
+    for state in "start", "a":
+        here = np.array(STATES) == state
+        step[here] = normalized(returns[here])
+    return normalized(SCORES)[:, None] + omega * step
 
 
-def test_papers_credit_treats_lone_and_later_states_as_told():
-    """GiGPO gives 0 to a state seen once, and compares a state with itself at any depth; here it is not so."""
-    step = credit_of("GiGPO").model_copy(update={"mix": 0.0})
-    lone = credited(episodes(SCORES.tolist(), turn_states=[["start", name] for name in "abcd"]), step)
-    np.testing.assert_allclose(lone, np.stack([normalized(SCORES)] * 2, axis=1), rtol=1e-4)
-    once_more = [["start", "start"], ["start", "start"], ["start", "b"], ["start", "b"]]
-    other = [["start", "a"], ["start", "a"], ["start", "b"], ["start", "b"]]
-    np.testing.assert_allclose(
-        *(credited(episodes(SCORES.tolist(), turn_states=states), step) for states in (once_more, other))
-    )
+def vineppo(gamma=1.0):
+    """The turns' values, and V of the prompt: the mean of the three other answers."""
+    prompt = gamma * (SCORES.sum() - SCORES) / 3
+    return np.stack([gamma * TURNS - prompt, SCORES - TURNS], axis=1)
 
 
-def test_papers_progress_is_vineppos_but_for_first_and_mean():
-    """V after minus V before; V of the prompt is missing, and a first turn is compared with the other first turns."""
-    values, of_prompt = np.array([0.75, 0.25, 0.5, 0.0]), 0.4
-    chains = Decisions(np.array([-1, 0, -1, 2, -1, 4, -1, 6]), np.stack([np.full(4, np.nan), SCORES], 1).ravel(),
-                       np.stack([values, np.zeros(4)], 1).ravel())  # fmt: skip
-    credit = credit_of("VinePPO")
-    vine = np.stack([values - of_prompt, SCORES - values], axis=1)
-    found = returns(chains, credit.gamma, credit.lam).reshape(4, 2)
-    np.testing.assert_allclose(found, vine + np.array([of_prompt, 0.0]))
-    group = episodes(SCORES.tolist(), turn_values=[[value, 0.0] for value in values])
-    first = credited(group, credit)[:, 0]
-    compared = values - (values.sum() - values) / 3
-    np.testing.assert_allclose(first / first[0], compared / compared[0], atol=1e-9)
+def mt_grpo(lam=1.0):
+    """The first turn's rewards are ``TURNS``, the second's their halves backwards."""
+    turns = np.stack([normalized(TURNS), normalized(TURNS[::-1] / 2)], axis=1)
+    return turns + lam * normalized(SCORES)[:, None]
 
 
-def gigpo(scores, turns):
-    """With omega 1, deviations, a discount of 0.9, and the states of ``paired``; ``turns`` are not used."""
-    first = normalized(scores) + normalized(0.9 * scores)
-    return first, normalized(scores) + np.concatenate([normalized(scores[:2]), normalized(scores[2:])])
+SENT = {
+    "GiGPO": (gigpo, {"turn_states": STATES}),
+    "VinePPO": (vineppo, {"turn_values": np.stack([TURNS, 9 * TURNS], axis=1).tolist()}),
+    "MT-GRPO": (mt_grpo, {"turn_values": np.stack([TURNS, TURNS[::-1] / 2], axis=1).tolist()}),
+}
 
 
-def vineppo(scores, turns):
-    """``turns`` are V after the first turn, and 0.4 is V of the prompt."""
-    return turns - 0.4, scores - turns
+@pytest.mark.parametrize("paper", SENT)
+def test_papers_credit_is_the_papers_and_reaches_the_loss(paper):
+    formula, overrides = SENT[paper]
+    group, credit = episodes(SCORES.tolist(), **overrides), credit_of(paper)
+    found = credited(group, credit)
+    assert credit.mix == 0.0 and credit.gamma == credit.weight == 1.0
+    np.testing.assert_allclose(found, formula(), atol=1e-5)
+    arrived = in_the_loss([group], VOCAB).advantages
+    np.testing.assert_allclose(arrived, by_turn(*formula().T), atol=1e-4)
 
 
-def mt_grpo(scores, turns):
-    """With lambda 0.5; ``turns`` are the rewards of the first turn, and their halves backwards those of the second."""
-    outcome = 0.5 * normalized(scores)
-    return normalized(turns) + outcome, normalized(turns[::-1] / 2) + outcome
+@pytest.mark.parametrize(
+    ("paper", "keys", "wanted"),
+    [
+        ("GiGPO", {"gamma": 0.5, "weight": 0.25}, lambda: gigpo(gamma=0.5, omega=0.25)),
+        ("VinePPO", {"gamma": 0.5}, lambda: vineppo(gamma=0.5)),
+        ("MT-GRPO", {"weight": 0.5}, lambda: mt_grpo(lam=0.5)),
+        ("MT-GRPO", {"mix": 0.25}, lambda: 0.75 * mt_grpo() + 0.25 * normalized(SCORES)[:, None]),
+    ],
+)
+def test_papers_credit_takes_the_papers_parameters(paper, keys, wanted):
+    credit = Credit.model_validate(credit_of(paper).model_dump(exclude_defaults=True) | keys)
+    np.testing.assert_allclose(credited(episodes(SCORES.tolist(), **SENT[paper][1]), credit), wanted(), atol=1e-5)
 
 
-@pytest.mark.parametrize("formula", [gigpo, vineppo, mt_grpo])
-def test_papers_advantages_that_are_sent_reach_the_loss(formula):
-    wanted = by_turn(*formula(SCORES, np.array([0.75, 0.25, 0.5, 0.0])))
+def test_papers_advantages_that_are_sent_reach_the_loss():
+    wanted = by_turn(*gigpo(gamma=0.9).T)
     group = episodes(SCORES.tolist()) | {"advantages": wanted}
     np.testing.assert_allclose(in_the_loss([group], VOCAB).advantages, wanted, atol=1e-5)

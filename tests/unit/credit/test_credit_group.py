@@ -224,6 +224,22 @@ def test_credit_names_what_is_missing(group, overrides, message):
         add_credit(group, Credit())
 
 
+@pytest.mark.parametrize(
+    ("credit", "overrides", "message"),
+    [
+        ({"method": "vineppo"}, {}, "vineppo: give values, or turn_values in group_overrides"),
+        ({"method": "mt_grpo"}, {}, "mt_grpo: give values, or turn_values in group_overrides"),
+        ({"method": "gigpo"}, {"turn_values": [[0.5] * 3] * 4}, "gigpo: group_overrides has turn_values"),
+        ({"method": "gigpo"}, {"branches": [None, [0, 1], None, None]}, "gigpo: group_overrides has branches"),
+        ({"shrink": 1.0}, {"turn_values": [[0.5] * 3] * 4}, "progress: group_overrides has turn_values"),
+    ],
+)
+def test_credit_refuses_what_a_method_does_not_read(group, credit, overrides, message):
+    group["group_overrides"] = overrides
+    with pytest.raises(CreditError, match=message):
+        add_credit(group, Credit(**credit))
+
+
 @pytest.mark.parametrize("each", [lambda row: [0.0] * len(row), lambda row: 0.5], ids=["tokens", "sequences"])
 def test_credit_refuses_a_group_with_advantages(group, each):
     group["advantages"] = [each(row) for row in group["tokens"]]
@@ -237,7 +253,11 @@ def test_credit_refuses_a_group_with_advantages(group, each):
         ({"lam": 2}, r"environment.credit.lam=2: Input should be less than or equal to 1"),
         ({"rule": "x"}, r"environment.credit.rule=x: Extra inputs"),
         ({"spans": "(", "values": "a:b"}, r"environment.credit.spans=\(: "),
-        ({"spans": "x"}, r"environment.credit.spans=x: parts of turns need environment.credit.values"),
+        ({"method": "gigpo", "lam": 0.5}, "gigpo leaves no effect to lam"),
+        ({"method": "mt_grpo", "gamma": 0.5, "shrink": 1}, "mt_grpo leaves no effect to gamma, shrink"),
+        ({"weight": 0.5}, "progress leaves no effect to weight"),
+        ({"shrink": 1, "values": "a:b"}, "progress leaves no effect to shrink"),
+        ({"spans": "x"}, r"environment.credit={'spans': 'x'}: .*spans=x: parts of turns need values"),
     ],
 )
 def test_credit_settings_are_checked_by_name(given, message):
@@ -306,10 +326,10 @@ def test_credit_of_a_teacher_by_hand():
 @pytest.mark.parametrize(
     ("changes", "taught", "message"),
     [
-        ({}, None, "teacher is asked for environments that the launcher starts"),
-        ({"inference_logprobs": None}, TEACHERS, "teacher needs the policy's inference_logprobs"),
-        ({"group_overrides": {"turn_values": [[0, 0]] * 2}}, TEACHERS, "turn_values of group_overrides"),
-        ({"group_overrides": {"branches": [None, [0, 1]]}}, TEACHERS, "branches of group_overrides"),
+        ({}, None, "teacher: it is asked for environments that the launcher starts"),
+        ({"inference_logprobs": None}, TEACHERS, "teacher: the group has no inference_logprobs"),
+        ({"group_overrides": {"turn_values": [[0, 0]] * 2}}, TEACHERS, "teacher: group_overrides has turn_values"),
+        ({"group_overrides": {"branches": [None, [0, 1]]}}, TEACHERS, "teacher: group_overrides has branches"),
         ({"group_overrides": {"sampling_params": [[{"temperature": 0.5}], None]}}, TEACHERS, r"sampled at \[0.5\]"),
     ],
 )
@@ -321,8 +341,8 @@ def test_credit_of_a_teacher_refuses_what_has_no_effect(changes, taught, message
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        ({}, "teacher={}: .*give base_url, or hint alone"),
-        ({"hint": "a:b", "api_key_env": "KEY"}, "give base_url, or hint alone"),
+        ({}, "own server knows no more; give hint or base_url"),
+        ({"hint": "a:b", "api_key_env": "KEY"}, "teacher.api_key_env is for base_url"),
         ({"base_url": "teacher:1"}, "teacher.base_url=teacher:1: "),
         ({"base_url": "http://key@teacher"}, "teacher.base_url=http://key@teacher: "),
         ({"hint": "solution"}, "teacher.hint=solution: "),
@@ -335,5 +355,5 @@ def test_credit_of_a_teacher_is_checked_by_name(teacher, message):
 
 @pytest.mark.parametrize("other", [{"values": "a:b"}, {"spans": "turns"}, {"lam": 0.5}, {"gamma": 1.0}])
 def test_credit_of_a_teacher_leaves_no_effect_to_other_keys(other):
-    with pytest.raises(ConfigurationError, match=f"a teacher judges each token; leave out {next(iter(other))}"):
+    with pytest.raises(ConfigurationError, match=f"teacher leaves no effect to {next(iter(other))};"):
         Credit.parse({"teacher": {"hint": "a:b"}} | other, "environment.credit")
