@@ -9,6 +9,8 @@ from recipe.atropos.data.rows import environment_name
 from recipe.atropos.verl_ext.algorithm import agg_loss
 from recipe.atropos.verl_ext.batch import DataProto
 
+_TURNS = 8  # of each the share of credit is told
+
 
 def batch_metrics(rows: DataProto) -> dict[str, float]:
     """Return metrics of the trained rows (no padding rows), which must have ``advantages``.
@@ -21,7 +23,8 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
     - ``groups``, their number; ``zero_signal_groups`` and ``zero_signal_share``, the number and share of groups whose
       advantages are all 0 (before normalization, which would shift them);
     - ``num_environments``, overall only;
-    - ``credit/last_turn_share`` and ``credit/outcome_correlation``, of rows with a rule of credit: ``_credit_metrics``.
+    - ``credit/last_turn_share``, ``credit/turn_share/N`` and ``credit/outcome_correlation``, of rows with a rule of
+      credit: ``_credit_metrics``.
     """
     named = zip(rows.non_tensor_batch["env_name"], rows.non_tensor_batch["env_id"], strict=True)
     names = np.array([environment_name(*pair) for pair in named])
@@ -68,16 +71,21 @@ def _credit_metrics(rows: DataProto, advantages: np.ndarray, chosen: np.ndarray)
     - ``credit/last_turn_share``: the part of the sum of absolute advantages that is on trajectories' last turns; that
       of outcome GRPO is about their share of tokens, and where it is near 1 at lam 0 the values say nothing, if
       trajectories have several turns (else it is 1);
+    - ``credit/turn_share/N``: the part that is on trajectories' turn N, for the first 8; later ones have the rest;
     - ``credit/outcome_correlation``: of a row's mean advantage with its score less the mean of its group: values that
       contradict outcomes lower it; that of outcome GRPO is near 1.
     """
     sampled = rows.batch.get("sampled_mask", rows.batch["response_mask"]).bool().numpy()  # before any rejection
     turns = (np.diff(sampled, axis=-1, prepend=False) & sampled).cumsum(-1)  # of each token, and last, their number
-    last_rows = np.isin(np.arange(len(rows)), [*{t: i for i, t in enumerate(trajectories_of(rows))}.values()])
+    trajectories, counts = trajectories_of(rows), turns[:, -1].copy()
+    turns += np.array([[counts[:i][trajectories[:i] == t].sum()] for i, t in enumerate(trajectories)])  # earlier rows'
+    last_rows = np.isin(np.arange(len(rows)), [*{t: i for i, t in enumerate(trajectories)}.values()])
     ends = (turns == turns[:, -1:]) & last_rows[:, None]
     sizes, metrics = np.abs(advantages[chosen]), {}
     if sizes.any():
         metrics["credit/last_turn_share"] = float(sizes[ends[chosen]].sum() / sizes.sum())
+        for turn in range(1, min(_TURNS, turns[chosen].max()) + 1):
+            metrics[f"credit/turn_share/{turn}"] = float(sizes[turns[chosen] == turn].sum() / sizes.sum())
     scores, groups = rows.batch["token_level_scores"].sum(-1).numpy()[chosen], rows.non_tensor_batch["uid"][chosen]
     outcomes = np.array([score - scores[groups == group].mean() for score, group in zip(scores, groups, strict=True)])
     means = advantages[chosen].sum(-1) / rows.batch["response_mask"].numpy()[chosen].sum(-1).clip(1)

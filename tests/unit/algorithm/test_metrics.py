@@ -59,10 +59,33 @@ def test_metrics_of_credit_by_hand():
     found = batch_metrics(batch)
     for name in ("atropos", "atropos/a_b"):
         assert found[f"{name}/credit/last_turn_share"] == pytest.approx((3 + 2) / 6)
+        assert found[f"{name}/credit/turn_share/1"] == pytest.approx((3 + 1) / 6)
+        assert found[f"{name}/credit/turn_share/2"] == pytest.approx(2 / 6)
+        assert f"{name}/credit/turn_share/3" not in found
         assert found[f"{name}/credit/outcome_correlation"] == pytest.approx(-1.0)
     assert not any("env_7/credit" in key for key in found)
     batch.non_tensor_batch["trajectory"] = np.array([4, 4, None, None, None], dtype=object)
-    assert batch_metrics(batch)["atropos/credit/last_turn_share"] == pytest.approx(2 / 6), "of one trajectory"
+    found = batch_metrics(batch)
+    assert found["atropos/credit/last_turn_share"] == pytest.approx(2 / 6), "of one trajectory"
+    shares = [found[f"atropos/credit/turn_share/{turn}"] for turn in (1, 2, 3)]
+    assert shares == pytest.approx([3 / 6, 1 / 6, 2 / 6]), "its second row's turns come after those of the first"
+
+
+def test_metrics_of_credit_are_of_eight_turns_at_most():
+    """Twenty turns of one token each; padding and the environment's tokens are of no turn."""
+    mask = torch.tensor([[1, 0] * 20 + [0, 0]])
+    rows = DataProto.from_dict(
+        {
+            "response_mask": mask,
+            "attention_mask": torch.ones(1, 43),
+            "advantages": torch.ones(mask.shape),
+            "token_level_scores": torch.zeros(mask.shape),
+        },
+        {name: values[:1] for name, values in a_batch().non_tensor_batch.items()} | {"credit": np.array(["lam=0"])},
+    )
+    found = batch_metrics(rows)
+    shares = {key.rpartition("/")[2]: value for key, value in found.items() if key.startswith("atropos/credit/turn_")}
+    assert shares == pytest.approx({str(turn): 0.05 for turn in range(1, 9)})
 
 
 def test_metrics_of_a_batch_without_a_trained_token_are_finite():
