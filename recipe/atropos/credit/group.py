@@ -67,7 +67,12 @@ class Credit(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    spans: str = Field("turns", min_length=1, description="turns, or a regular expression: each match ends a decision")
+    spans: str = Field(
+        "turns",
+        min_length=1,
+        description="turns; or parts of them, which need values: tool_calls, answer (what is before it, and it), "
+        "markers of a format, or a regular expression over text and special tokens: each match ends a decision",
+    )
     values: str | None = Field(
         None,
         pattern=r"^[\w.]+:\w+$",
@@ -106,7 +111,7 @@ class Credit(BaseModel):
             (unread, f"{self.kind} leaves no effect to {', '.join(sorted(unread))}; leave it out"),
             (
                 self.spans != "turns" and self.values is None,
-                f"spans={self.spans}: parts of turns need values, a function",
+                f"spans={self.spans}: parts of turns need values, a function; without, each has its turn's",
             ),
             (
                 asked and not (asked.base_url or asked.hint),
@@ -148,6 +153,11 @@ class Credit(BaseModel):
         return _named(self.values, "environment.credit.values")
 
 
+_SPANS = {
+    "tool_calls": r"</tool_call>|<\|tool_call_end\|>|<\|eom_id\|>",  # Hermes and Qwen, Kimi, Llama 3
+    "answer": r"(?=<answer>|\\boxed\b|####)",
+    "markers": r"</?(?:think|answer|tool_call)>|\[/?THINK\]",
+}
 _UNREAD: dict[str, set[str]] = {  # keys and overrides that each leaves without effect
     "progress": {"weight"},
     "gigpo": {"spans", "lam", "shrink", "values", "turn_values", "branches"},
@@ -290,7 +300,7 @@ def _cut(tokens: Sequence[int], start: int, end: int, spans: str, tokenizer: Any
     if spans != "turns":
         first, turn = start, tokens[start:end]
         covered = _covered(tokenizer, turn)
-        for match in re.finditer(spans, decoded(tokenizer, turn)):
+        for match in re.finditer(_SPANS.get(spans, spans), decoded(tokenizer, turn, special=True)):
             last = first + bisect_left(covered, match.end())
             if start < last < end:
                 yield start, last
@@ -302,7 +312,9 @@ def _covered(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
     """Return how many characters of their text the first 0, 1, ... tokens cover, without decoding each beginning."""
 
     def length(start: int, end: int) -> int:  # a character may have four tokens, and a first word loses its space
-        return len(decoded(tokenizer, tokens[max(0, start) : end]).removesuffix("\ufffd"))  # the last may be incomplete
+        return len(
+            decoded(tokenizer, tokens[max(0, start) : end], special=True).removesuffix("\ufffd")
+        )  # the last may be incomplete
 
     return [0, *accumulate(length(n - 8, n + 1) - length(n - 8, n) for n in range(len(tokens)))]
 
@@ -400,5 +412,5 @@ def _check_turns(group: dict[str, Any]) -> None:
                 )
 
 
-def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decoded(tokenizer: Any, tokens: Sequence[int], special: bool = False) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)

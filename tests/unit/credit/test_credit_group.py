@@ -10,7 +10,7 @@ from helpers.loss import in_the_loss
 from helpers.trainer import random_group
 from recipe.atropos.adapter.flags import UsageError, take_settings
 from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.credit.group import Credit, CreditError, add_credit
+from recipe.atropos.credit.group import Credit, CreditError, _decisions, add_credit
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.errors import ConfigurationError
 
@@ -130,6 +130,33 @@ def test_credit_of_parts_of_a_turn_by_a_function(model_path):
     for row, advantages, sign in zip(rows, group["advantages"], (1, -1), strict=True):
         first = next(n for n in range(len(row)) if "= 19" in tokenizer.decode(row[:n]))
         assert not any(advantages[: 2 + first]) and all(sign * value > 0 for value in advantages[2 + first :])
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+@pytest.mark.parametrize(
+    ("spans", "parts"),
+    [
+        ("tool_calls", ["<think>so</think><tool_call>1+1</tool_call>", "<tool_call>2+1</tool_call>",
+                        " it is \\boxed{3} <answer>3</answer>"]),
+        ("answer", ["<think>so</think><tool_call>1+1</tool_call><tool_call>2+1</tool_call> it is",
+                    " \\boxed{3} ", "<answer>3</answer>"]),
+        ("markers", ["<think>", "so</think>", "<tool_call>", "1+1</tool_call>", "<tool_call>", "2+1</tool_call>",
+                     " it is \\boxed{3} <answer>", "3</answer>"]),
+    ],
+)  # fmt: skip
+def test_credit_of_named_spans(model_path, spans, parts, special):
+    """Also where the markers are special tokens, which the text for values is without."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    if special:
+        markers = [f"<{end}{name}>" for end in ("", "/") for name in ("think", "tool_call", "answer")]
+        tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    row = tokenizer.encode("".join(parts), add_special_tokens=False)
+    group = {"tokens": [[1, 2, *row]], "masks": [[-100, -100, *row]], "scores": [1.0]}
+    cuts = [each[2:] for each in _decisions(group, Credit(spans=spans, values=f"{__name__}:heard"), tokenizer)]
+    found = [tokenizer.decode(group["tokens"][0][start:end]) for start, end in cuts]
+    assert [part.strip() for part in found] == [part.strip() for part in parts]
 
 
 TEXTS: list[str] = []
