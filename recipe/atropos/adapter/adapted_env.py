@@ -166,9 +166,9 @@ class AdaptedEnv(CommandLine, Lifecycle):
                     raise CreditError("the environment sends branches: give environment.credit, which compares them")
                 return
             if credit.teacher is not None:
-                servers = sglang_servers(self.server)
+                policy = sglang_servers(self.server)
                 try:
-                    taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, servers)
+                    taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
                 except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
                     logger.warning("%s: no teacher: %s", self.report.name, error)
                     self.report.count("teacher_missing")

@@ -100,9 +100,8 @@ async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int
 async def _prompt_logprobs(client: SGLangClient, ids: Sequence[int], start: int = 0, **fields: Any) -> dict[str, Any]:
     """Return ``meta_info`` of /generate, whose ``input_token_logprobs`` are those of the tokens from ``start`` on, at
     temperature 1 whatever is asked for; that of the token at ``start`` may be None."""
-    parameters = {"max_new_tokens": 1, "temperature": 1.0}
-    reply = await client.generate(input_ids=list(ids), sampling_params=parameters, logprob_start_len=start, **fields)
-    return reply["meta_info"]
+    fields |= {"sampling_params": {"max_new_tokens": 1, "temperature": 1.0}, "logprob_start_len": start}
+    return (await client.generate(input_ids=list(ids), **fields))["meta_info"]
 
 
 async def taught_logprobs(
@@ -130,11 +129,10 @@ async def taught_logprobs(
 
     async def judged(tokens: list[int], masks: list[int]) -> list[float]:
         first = next((start for start, _ in trained_spans(masks)), len(tokens))
-        bos = tokens[:1] if tokenizer.bos_token_id in tokens[:1] else []
-        ids = [*bos, *before, *tokens[len(bos) :]]
-        meta = await _prompt_logprobs(client, ids, max(0, len(before) + first - 1))
-        found = [value for value, *_ in meta["input_token_logprobs"]]
-        return [0.0] * first + found[len(found) - (len(tokens) - first) :]
+        at = int(tokens[:1] == [tokenizer.bos_token_id])  # of the hint
+        ids, start = [*tokens[:at], *before, *tokens[at:]], max(0, len(before) + first - 1)
+        found = (await _prompt_logprobs(client, ids, start))["input_token_logprobs"]
+        return [0.0] * first + [value for value, *_ in found[len(found) - (len(tokens) - first) :]]
 
     async with client:
         text = tokenizer.decode(group["tokens"][0])

@@ -96,7 +96,6 @@ class Credit(BaseModel):
     outcome_gate: bool = Field(
         False, description="No gradient from groups whose scores, before any reward bridge, are equal"
     )
-
     teacher: Teacher | None = Field(
         None,
         description="On-policy distillation: a token's advantage is log(teacher's probability / policy's), minus a "
@@ -227,10 +226,8 @@ def add_credit(
     outcomes = np.full(len(found), np.nan)
     for i in set(range(len(found))) - {*parents.tolist()}:
         outcomes[i] = group["scores"][found[i].sequence]
-    if named := _overrides(group).get("turn_states"):
-        states = [str(named[one.sequence][one.turn]) for one in found]
-    else:
-        states = [tuple(group["tokens"][one.sequence][: one.start]) for one in found]
+    named, tokens = _overrides(group).get("turn_states"), group["tokens"]
+    states = [str(named[s][turn]) if named else tuple(tokens[s][:start]) for s, turn, start, _ in found]
     values = _values(
         group, found, np.isnan(outcomes) | (credit.method == "mt_grpo"), tokenizer, item, credit.function()
     )

@@ -6,6 +6,7 @@ in others, as by the turns of a language model. The policy is a softmax over thr
 skill, and for the end. So its success and the gradient of it are known exactly, and for each rule the table says
 
 - angle: degrees between the mean of its estimates and the gradient, which is its bias;
+- variance: of the estimate by one group, the trace of the covariance over the square of the signal;
 - samples: the decisions that an estimate of equal signal to noise needs, as a ratio to outcome GRPO's;
 - to 80%: the sampled decisions until the success is 0.8, as a ratio to outcome GRPO's, trained with Adam on one group
   for each update, each rule with the best of three learning rates; "-" if none gets there.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import mul
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +34,14 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 RIGHT, _WRONG, STOP = range(3)
 RATES, UPDATES, HELD_OUT, EVERY = (0.03, 0.1, 0.3), 1000, 24, 4
 SHRINK = 2.0
-_OPTIONS = {  # the least and the most
-    "steps": (1, 100),
-    "slack": (0, 100),
-    "solved": (0.001, 0.79),
-    "skills": (1, 1000),
-    "group_size": (2, 1000),
-    "groups": (2, 10**6),
-    "seeds": (1, 1000),
+_OPTIONS: dict[str, tuple[Any, float, float, str]] = {  # default, the least and the most
+    "steps": ([1, 4, 8], 1, 100, "right decisions that an episode needs"),
+    "slack": ([1.0], 0, 100, "wrong decisions forgiven for each step"),
+    "solved": (0.1, 0.001, 0.79, "success rate of the first policy"),
+    "skills": (8, 1, 1000, "number of skills"),
+    "group-size": (8, 2, 1000, "episodes of a group"),
+    "groups": (300, 2, 10**6, "groups sampled for each rule's gradient"),
+    "seeds": (3, 1, 1000, "training runs for each rule and learning rate"),
 }
 Advantages = Callable[[Decisions], np.ndarray]
 State = tuple[int, int]  # right steps and wrong ones so far
@@ -81,7 +83,7 @@ class Item:
 
         def below(state: State) -> float:
             if state not in found:
-                ends = [self.after(state, action) for action in range(3)]
+                ends = (self.after(state, action) for action in range(3))
                 found[state] = [below(follows) if outcome is None else outcome for follows, outcome in ends]
             return sum(map(mul, rows[self.row(state)], found[state]))
 
@@ -229,8 +231,11 @@ class Microscope:
         found = sample(item, policy, rng, self.group_size, int(self.group_size * rule.begun), rule.continued)
         return found, found.gradient(policy, rule.advantages(found.group))
 
-    def estimate(self, rule: Rule, groups: int) -> tuple[float, float]:
-        """Return the angle in degrees between mean and gradient, and noise over signal for each decision."""
+    def estimate(self, rule: Rule, groups: int) -> tuple[float, float, float]:
+        """Return the angle in degrees between mean and gradient, and noise over signal: of one group, of one decision.
+
+        Signal is the square of the mean's length along the gradient, noise the trace of the estimates' covariance.
+        """
         rng, policy = np.random.default_rng(0), softmax(self.logits)
         exact = np.mean([item.success(policy)[1] for item in self.items], 0).ravel()
         found = [self.draw(rule, policy, rng) for _ in range(groups)]
@@ -239,7 +244,8 @@ class Microscope:
         along = mean @ exact / np.linalg.norm(exact)
         length = math.sqrt(max(mean @ mean - variance / groups, along**2))
         sampled = sum(one.sampled for one, _ in found) / groups
-        return math.degrees(math.acos(along / length)), sampled * variance / along**2
+        noise = variance / along**2
+        return math.degrees(math.acos(along / length)), noise, sampled * noise
 
     def train(self, rule: Rule, rate: float, seed: int) -> float:
         """Return the decisions that are sampled until the success is 0.8, infinity if it is not reached."""
@@ -264,28 +270,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m recipe.atropos credit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--steps", type=int, nargs="+", default=[1, 4, 8], help="right decisions that an episode needs; default: 1 4 8"
-    )
-    parser.add_argument(
-        "--slack", type=float, nargs="+", default=[1.0], help="wrong decisions forgiven for each step; default: 1"
-    )
-    parser.add_argument(
-        "--solved", type=float, default=0.1, help="success rate of the first policy; default: %(default)s"
-    )
-    parser.add_argument("--skills", type=int, default=8, help="number of skills; default: %(default)s")
-    parser.add_argument("--group-size", type=int, default=8, help="episodes of a group; default: %(default)s")
-    parser.add_argument(
-        "--groups", type=int, default=300, help="groups sampled for each rule's gradient; default: %(default)s"
-    )
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="training runs for each rule and learning rate; default: %(default)s"
-    )
+    for name, (default, *_, about) in _OPTIONS.items():
+        kind, several = type(np.min(default).item()), "+" if isinstance(default, list) else None
+        about = f"{about}; default: {str(default).strip('[]').replace(',', '')}"
+        parser.add_argument(f"--{name}", type=kind, nargs=several, default=default, help=about)
     parser.add_argument("--plot", type=Path, help="draw the column samples into this .png or .svg file")
     options = parser.parse_args(argv)
-    for name, (low, high) in _OPTIONS.items():
-        if not low <= np.min(given := getattr(options, name)) <= np.max(given) <= high:
-            parser.error(f"--{name.replace('_', '-')}: give {low:g} to {high:g}")
+    for name, (_, low, high, _) in _OPTIONS.items():
+        if not low <= np.min(given := vars(options)[name.replace("-", "_")]) <= np.max(given) <= high:
+            parser.error(f"--{name}: give {low:g} to {high:g}")
     if options.plot and options.plot.suffix not in (".png", ".svg"):
         parser.error(f"--plot={options.plot}: give a .png or .svg file")
     samples: dict[tuple[float, str], list[float]] = {}
@@ -295,15 +288,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         items = [Item(one, options.skills, forgiven) for one in needs]
         scope = Microscope(items, first_logits(items[0], options.solved), options.group_size)
         print(f"\n{steps} steps, {forgiven} wrong ones forgiven, {options.solved:.0%} solved at first\n")
-        print(f"{'rule':<22}{'angle':>7}{'samples':>9}{'to 80%':>9}", flush=True)
+        print(f"{'rule':<22}{'angle':>7}{'variance':>10}{'samples':>9}{'to 80%':>9}", flush=True)
         reference: tuple[float, float] | None = None
         for name, rule in RULES.items():
-            angle, noise = scope.estimate(rule, options.groups)
+            angle, variance, noise = scope.estimate(rule, options.groups)
             needed = scope.decisions_to_80(rule, options.seeds)
             reference = reference or (noise, needed)
             ratio = f"{needed / reference[1]:>9.2f}" if math.isfinite(needed) else f"{'-':>9}"
             samples.setdefault((slack, name), []).append(noise / reference[0])
-            print(f"{name:<22}{angle:>7.1f}{noise / reference[0]:>9.2f}{ratio}", flush=True)
+            print(f"{name:<22}{angle:>7.1f}{variance:>10.1f}{noise / reference[0]:>9.2f}{ratio}", flush=True)
     if options.plot:
         draw(samples, options.steps, options.plot)
     return 0

@@ -290,11 +290,31 @@ def test_microscope_turn_tree_is_unbiased():
     assert (np.abs(mean - exact) < 4 * error).all()
 
 
+def test_microscope_variance_is_that_of_one_groups_estimate():
+    """By hand from the groups that it draws; the gradient is the mean of many of outcome GRPO's without a baseline."""
+    item = Item((0,), skills=1, slack=0)
+    scope, rule = (
+        Microscope([item], first_logits(item, 0.3), 2),
+        Rule(lambda group: returns(replace(group, values=None))),
+    )
+    rng, policy = np.random.default_rng(0), softmax(scope.logits)
+    drawn = [scope.draw(rule, policy, rng) for _ in range(400)]
+    estimates = np.array([gradient.ravel() for _, gradient in drawn])
+    exact = item.success(policy)[1].ravel()
+    signal = (estimates.mean(0) @ exact) ** 2 / (exact @ exact)
+    variance = ((estimates - estimates.mean(0)) ** 2).mean(0).sum() / signal
+    angle, found, samples = scope.estimate(rule, 400)
+    assert found == pytest.approx(variance) and samples == pytest.approx(
+        variance * np.mean([s.sampled for s, _ in drawn])
+    )
+    assert angle < 5, "unbiased"
+
+
 def test_microscope_sees_the_bias_of_shrunk_values():
     """At 4 steps the mean of a shrunk tree's estimates turns away from the gradient, and is less noisy."""
     item = Item((0,) * 4, skills=1, slack=4)
     scope = Microscope([item], first_logits(item, 0.1), 8)
-    (angle, noise), (biased, less) = (
+    (angle, noise, _), (biased, less, _) = (
         scope.estimate(Rule(lambda group, k=k: advantages(replace(group, values=None), shrink=k), 0.5), 600)
         for k in (0.0, 8.0)
     )
