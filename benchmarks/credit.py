@@ -3,16 +3,19 @@
 Trains first policies of ``tasks/credit.py`` by the launcher, with the real services, until 80% of held-out items are
 solved, and compares the tokens that were sampled for it. Settled before the runs:
 
-- Tasks: 1, 4 and 8 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 1 and
+- Tasks: 1, 4, 8 and 16 keys of a calculator to be found, each checked by itself; an episode has N + 1 turns. With 1 and
   4 the first policy's most likely key is the right one for each letter: where it was a wrong one, that became certain
   (with 1 key it presses eight different ones; of three, neither GRPO nor lam 0 passed 58%). As a task of another kind,
   without a target, a grid on which 6 moves are needed and 12 can be made, 61% of them right at first.
 - Methods: outcome GRPO, the reference; progress (``environment.credit``) with lam 0 and 0.5, which the microscope
-  prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals
-  GRPO of larger groups, GRPO of these scores, two epochs on each batch, and a curriculum, by which one more step comes
-  when 80% of the episodes of the last 32 groups with the most steps so far are solved.
-- Each method has the best of three learning rates on seed 0, by tokens to 80%, then by the last accuracy; with it five
-  seeds, which are those of the items and of sampling. All begin with the same policy.
+  prefers (``python -m recipe.atropos credit``), on episodes that are scored by their share of right keys; as rivals two
+  epochs on each batch, and a curriculum, by which one more step comes when 80% of the episodes of the last 32 groups
+  with the most steps so far are solved (of 1 key nothing is left to order, nor are rivals needed there).
+- Each of these methods has the best of three learning rates on seed 0, by tokens to 80%, then by the last accuracy;
+  with it five seeds, which are those of the items and of sampling. All begin with the same policy.
+- Exploratory, with one seed and one rate, and said to be so in the table, as is what is not complete: the grid; 8 keys
+  with GRPO of partial scores (whether denser scores suffice), larger groups, a turn tree with progress, and a share of
+  outcome GRPO; 16 keys. All planned runs take about 12 hours on 2 idle cores.
 - A batch is one group of 2 episodes, so that noise limits, rather than the learning rate; with 1 key eight groups, so
   that as many decisions as with 8 are learned from, and on the grid, where of one group nobody learned to 80%. It is
   sent and trained on whatever its scores, and all its tokens count.
@@ -56,7 +59,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.tasks.credit import GridRecipe, KeysRecipe  # noqa: E402
+from benchmarks.tasks.credit import GridRecipe, KeysRecipe, LongKeysRecipe  # noqa: E402
 from recipe.atropos.demo.small_policy import ensure_small_policy  # noqa: E402
 from recipe.atropos.run.evaluations import read_evaluations  # noqa: E402
 from recipe.atropos.run.record import read_metrics  # noqa: E402
@@ -66,6 +69,7 @@ RECIPES = {
     "keys 1": KeysRecipe(task_steps=1, right=0.3, spread=0.05, keys="+-*/%^&|"),
     "keys 4": KeysRecipe(task_steps=4, right=0.6, spread=0.05),
     "keys 8": KeysRecipe(task_steps=8, right=0.74),
+    "keys 16": LongKeysRecipe(task_steps=16, right=0.88, spread=0.05),
     "grid 6": GridRecipe(),
 }
 PARTIAL = "environment.args.partial_scores=true"
@@ -78,10 +82,25 @@ METHODS = {
     "progress, lam 0.5": (PARTIAL, "environment.credit={lam: 0.5}"),
     "curriculum": ("environment.args.curriculum_threshold=0.6",),  # of -1 and 1: 80% solved
     "two epochs": ("actor_rollout_ref.actor.ppo_epochs=2",),
+    "progress, lam 0, mix 0.5": (PARTIAL, "environment.credit={lam: 0, mix: 0.5}"),
+    "turn tree, progress": (
+        *(PARTIAL, "environment.credit={lam: 0}"),
+        *("actor_rollout_ref.rollout.n=4", "environment.args.tree_roots=2"),
+    ),
 }
 REFERENCE = "outcome GRPO"
+PROGRESS = ("progress, lam 0", "progress, lam 0.5")
+FINAL = (REFERENCE, *PROGRESS, "curriculum", "two epochs")
 RATES, SEEDS = (2e-4, 4e-4, 8e-4), range(5)
-GROUPS = {"keys 1": 8, "keys 4": 1, "keys 8": 1, "grid 6": 8}  # of a batch
+PLAN = [  # tasks, with their methods, learning rates on the first seed, and seeds
+    ("keys 4", FINAL, RATES, SEEDS),
+    ("keys 8", FINAL, RATES, SEEDS),
+    ("keys 1", (REFERENCE, *PROGRESS), RATES, SEEDS),
+    ("grid 6", (REFERENCE, *PROGRESS), RATES[1:2], SEEDS[:1]),
+    ("keys 8", tuple(method for method in METHODS if method not in FINAL), RATES[1:2], SEEDS[:1]),
+    ("keys 16", (REFERENCE, *PROGRESS), RATES[1:2], SEEDS[:1]),
+]
+GROUPS = {"keys 1": 8, "keys 4": 1, "keys 8": 1, "keys 16": 1, "grid 6": 8}  # of a batch
 GROUP_SIZE, UPDATES, EVERY, HELD_OUT, SOLVED = 2, 240, 20, 128, 0.8
 QUICK = 80  # updates
 TARGETS = {"keys 1": (0.9, 1.1), "keys 4": (0.0, 0.5), "keys 8": (0.0, 0.25)}  # of the best of both lam
@@ -217,28 +236,40 @@ def tokens_to(share: float, tokens: list[int], accuracy: list[float]) -> float:
 def missing(results: list[dict[str, Any]], tasks: list[str]) -> Iterator[Key]:
     """Yield the runs that are still to do; which learning rate is best is known when those of seed 0 are done."""
     done = {Key(*(line[name] for name in Key._fields)) for line in results}
-    for task, method in itertools.product(tasks, METHODS):
-        yield from (key for rate in RATES if (key := Key(task, method, rate, SEEDS[0])) not in done)
-    for seed, task, method in itertools.product(SEEDS[1:], tasks, METHODS):
-        rate = best_rate(results, task, method)
-        if rate is not None and (key := Key(task, method, rate, seed)) not in done:
-            yield key
+    for task, methods, rates, seeds in PLAN:
+        if task not in tasks:
+            continue
+        searched = [Key(task, method, rate, seeds[0]) for method, rate in itertools.product(methods, rates)]
+        yield from (key for key in searched if key not in done)
+        if done.issuperset(searched):
+            for seed, method in itertools.product(seeds[1:], methods):
+                if (key := Key(task, method, best_rate(results, task, method), seed)) not in done:
+                    yield key
 
 
-def best_rate(results: list[dict[str, Any]], task: str, method: str, short: bool = False) -> float | None:
-    """Return the learning rate with the fewest tokens to 80% on seed 0; of a ``short`` comparison those
-    that there are; None as long as one is missing.
-    """
+def best_rate(results: list[dict[str, Any]], task: str, method: str) -> float:
+    """Return the learning rate with the fewest tokens to 80% on seed 0, of those there are; NaN if there is none."""
     found = [one for one in results if (one["task"], one["method"], one["seed"]) == (task, method, SEEDS[0])]
-    if len(found) < (1 if short else len(RATES)):
-        return None
-    best = min(found, key=lambda one: (one["to_80"] or math.inf, -one["accuracy"][-1]))
+    best = min(found, key=lambda one: (one["to_80"] or math.inf, -one["accuracy"][-1]), default={"rate": math.nan})
     return float(best["rate"])
 
 
+def runs_of(results: list[dict[str, Any]], task: str, method: str) -> list[dict[str, Any]]:
+    """Return a method's runs with its best learning rate."""
+    rate = best_rate(results, task, method)
+    return [one for one in results if (one["task"], one["method"], one["rate"]) == (task, method, rate)]
+
+
+def is_final(results: list[dict[str, Any]], task: str, method: str) -> bool:
+    """Return whether all of a final method's runs are there."""
+    rates = {one["rate"] for one in results if (one["task"], one["method"], one["seed"]) == (task, method, SEEDS[0])}
+    seeds = {one["seed"] for one in runs_of(results, task, method)}
+    return method in FINAL and rates.issuperset(RATES) and seeds.issuperset(SEEDS)
+
+
 def budget_of(results: list[dict[str, Any]], task: str) -> int:
-    """Return the most tokens that a run of a task ended with."""
-    return max(one["tokens"][-1] for one in results if one["task"] == task)
+    """Return the most tokens that a run of a task ended with, of the final methods if there are some."""
+    return max((one["method"] in FINAL, one["tokens"][-1]) for one in results if one["task"] == task)[1]
 
 
 def censored(lines: list[dict[str, Any]], budget: int) -> list[float]:
@@ -255,8 +286,8 @@ def ratio_of(needed: list[float], reference: list[float], budget: int) -> Ratio:
     return Ratio(value, ">=" if own else "<=" if theirs else "")
 
 
-def table(results: list[dict[str, Any]], tasks: list[str], short: bool) -> dict[str, Ratio]:
-    """Print the means and ranges over seeds; return the ratios to outcome GRPO."""
+def table(results: list[dict[str, Any]], tasks: list[str]) -> dict[str, Ratio]:
+    """Print the means and ranges over seeds, and what all runs took; return the ratios to outcome GRPO by row."""
     ratios: dict[str, Ratio] = {}
     print(
         "| task | method | learning rate | seeds | at first | thousand tokens to 80% | ratio |",
@@ -266,10 +297,10 @@ def table(results: list[dict[str, Any]], tasks: list[str], short: bool) -> dict[
     for task in tasks:
         reference: list[float] = []
         for method in METHODS:
-            rate = best_rate(results, task, method, short)
-            lines = [one for one in results if (one["task"], one["method"], one["rate"]) == (task, method, rate)]
+            lines = runs_of(results, task, method)
             if not lines:
                 continue
+            label = method if is_final(results, task, method) else f"{method} (exploratory)"
             budget = budget_of(results, task)
             needed = censored(lines, budget)
             missed = sum(n == budget for n in needed)
@@ -277,30 +308,34 @@ def table(results: list[dict[str, Any]], tasks: list[str], short: bool) -> dict[
             spread = f"{statistics.mean(needed) / 1e3:.1f} ({min(needed) / 1e3:.1f} to {max(needed) / 1e3:.1f})"
             late, ratio = f", {missed} missed" * bool(missed), ""
             reference = needed if method == REFERENCE else reference
-            if reference:
-                ratios[f"{task}, {method}"] = found = ratio_of(needed, reference, budget)
-                ratio = "1" if method == REFERENCE else str(found)
-            print(f"| {task} | {method} | {rate:g} | {len(lines)} | {first:.0%} | {spread}{late} | {ratio} |")
+            if reference and method != REFERENCE:
+                ratios[f"{task}, {label}"] = found = ratio_of(needed, reference, budget)
+                ratio = str(found)
+            print(
+                f"| {task} | {label} | {lines[0]['rate']:g} | {len(lines)} | {first:.0%} | {spread}{late} | {ratio} |"
+            )
+    counted = [one for one in results if one["task"] in tasks]
+    tokens, hours = sum(one["tokens"][-1] for one in counted), sum(one["seconds"] for one in counted) / 3600
+    print(f"\nAll {len(counted)} runs, with those of other learning rates: {tokens:,} tokens, {hours:.1f} hours")
     return ratios
 
 
-def plot(results: list[dict[str, Any]], tasks: list[str], short: bool, path: Path) -> None:
+def plot(results: list[dict[str, Any]], tasks: list[str], path: Path) -> None:
     """Draw the held-out accuracy of every run that the table counts, a panel for each task, a color for each method."""
+    tasks = [task for task in tasks if any(line["task"] == task for line in results)]
     figure = Figure((4 * len(tasks), 3.5), layout="constrained")
     for panel, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
         panel.set(title=task, xlabel="thousand sampled tokens", ylabel="solved, held out", ylim=(0, 1))
         for number, method in enumerate(METHODS):
-            rate, label = best_rate(results, task, method, short), method
-            for line in results:
-                if (line["task"], line["method"], line["rate"]) == (task, method, rate):
-                    panel.plot([n / 1e3 for n in line["tokens"]], line["accuracy"], color=f"C{number}", label=label)
-                    label = ""
+            for line in runs_of(results, task, method):
+                label = method if line["seed"] == SEEDS[0] else ""
+                panel.plot([n / 1e3 for n in line["tokens"]], line["accuracy"], color=f"C{number}", label=label)
         panel.legend(frameon=False)
     figure.savefig(path)
 
 
 def met(ratios: dict[str, Ratio], task: str) -> bool:
-    found = [ratio for name, ratio in ratios.items() if name.startswith(f"{task}, progress")]
+    found = [ratios[row] for method in PROGRESS if (row := f"{task}, {method}") in ratios]
     return any(ratio.within(*TARGETS[task]) for ratio in found)
 
 
@@ -334,9 +369,9 @@ def main() -> int:
             if not (arguments.quick or arguments.smoke):
                 keys = missing(results, tasks)
         short = arguments.quick or arguments.smoke
-        ratios = table(results, tasks, short)
+        ratios = table(results, tasks)
     if arguments.plot:
-        plot(results, tasks, short, arguments.plot)
+        plot(results, tasks, arguments.plot)
     ok = short or all(met(ratios, task) for task in TARGETS if task in tasks)
     figures = {name: str(ratio) for name, ratio in ratios.items()}
     print(json.dumps({"name": "credit", "figures": figures, "targets": TARGETS, "ok": ok}))

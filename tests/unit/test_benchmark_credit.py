@@ -12,13 +12,16 @@ _SPEC.loader.exec_module(credit)
 RESULTS = ROOT / "benchmarks" / "credit.jsonl"
 
 
-def line(to_80, end, task="keys 4"):
-    return {"task": task, "to_80": to_80, "tokens": [0, end]}
+def line(to_80, end, task="keys 4", method="outcome GRPO", rate=4e-4, seed=0):
+    run = {"task": task, "method": method, "rate": rate, "seed": seed, "to_80": to_80, "tokens": [0, end]}
+    return {**run, "accuracy": [0.1, 0.5 if to_80 is None else 0.8], "seconds": 60}
 
 
 def test_a_miss_counts_as_the_tasks_budget():
-    """A run that ended early with short episodes, as much as the one that took the most; other tasks have their own."""
+    """A run that ended early with short episodes, as much as the one that took the most; other tasks, and what is
+    exploratory, have no part in it."""
     lines = [line(100.0, 200), line(None, 300), line(None, 900), line(950.0, 960, "keys 8")]
+    lines.append(line(None, 3000, method="outcome GRPO, groups of 8"))
     budget = credit.budget_of(lines, "keys 4")
     assert budget == 900
     assert credit.censored(lines[:3], budget) == [100.0, 900, 900]
@@ -63,11 +66,34 @@ def test_a_target_is_met_by_what_a_bound_allows(value, kind, low, high, within):
 def test_the_runs_of_the_file_are_of_these_settings(capsys):
     """The page's figures are those of the command's table."""
     results = credit.read_results(RESULTS)
-    ratios = credit.table(results, ["keys 4", "keys 8"], short=False)
+    ratios = credit.table(results, ["keys 4", "keys 8"])
     assert credit.met(ratios, "keys 4") and credit.met(ratios, "keys 8")
     page = (ROOT / "docs" / "token-advantages.md").read_text()
-    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
+    *rows, _, _ = capsys.readouterr().out.splitlines()
     for row in rows[2:]:
-        tokens, ratio = row[5], row[6].removesuffix(" |")
+        *_, tokens, ratio, _ = map(str.strip, row.split("|"))
         assert tokens in page, row
-        assert ratio in ("1", "not comparable") or ratio.split(",")[0].replace("<=", "≤") in page, row
+        assert ratio in ("", "not comparable") or ratio.split(",")[0].replace("<=", "≤") in page, row
+
+
+def test_seeds_follow_the_best_rate_of_final_methods():
+    """A row is called exploratory until all runs of it are there, which only final methods have."""
+    planned = list(credit.missing([], list(credit.RECIPES)))
+    assert {key.seed for key in planned} == {0}
+    other = [key for key in planned if key.method not in credit.FINAL or key.task in ("grid 6", "keys 16")]
+    assert len({(key.task, key.method) for key in other}) == len(other) and {key.rate for key in other} == {4e-4}
+    assert {"GRPO of partial scores", "turn tree, progress"} <= {key.method for key in other}
+    done = [line(100.0 + (key.rate != 8e-4), 200, *key) for key in planned if key.task == "keys 4"]
+    later = list(credit.missing(done, ["keys 4"]))
+    assert {(key.rate, key.seed) for key in later} == {(8e-4, seed) for seed in range(1, 5)}
+    assert {key.method for key in later} == set(credit.FINAL)
+    assert not credit.is_final(done, "keys 4", "two epochs")
+    done += [line(100.0, 200, *key) for key in later]
+    assert credit.is_final(done, "keys 4", "two epochs") and not list(credit.missing(done, ["keys 4"]))
+
+
+def test_a_target_needs_final_runs(capsys):
+    runs = [line(1000.0, 1100), line(100.0, 200, method="progress, lam 0")]
+    ratios = credit.table(runs, ["keys 4"])
+    assert not credit.met(ratios, "keys 4") and ratios == {"keys 4, progress, lam 0 (exploratory)": (0.1, "")}
+    assert "All 2 runs, with those of other learning rates: 1,300 tokens, 0.0 hours" in capsys.readouterr().out

@@ -119,10 +119,14 @@ class SingleTurnEnv(ItemsEnv):
             logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", text[:80])
             return None, []
         conversations = await self.converse(item, self.config.group_size, "train")
+        return await self.group_of(item, conversations), []
+
+    async def group_of(self, item: Problem, conversations: list[Conversation]) -> ScoredDataGroup:
+        """Return the scored group of a problem's conversations, with the branches among them."""
         group = await self.score(item, [conversation.node for conversation in conversations])
         if any(conversation.branch for conversation in conversations):
             group["group_overrides"]["branches"] = [conversation.branch for conversation in conversations]
-        return group, []
+        return group
 
     async def score(self, item: Problem, nodes: list[Any]) -> ScoredDataGroup:
         """Return the group of the managed server's sequences, each scored by its last turn."""
