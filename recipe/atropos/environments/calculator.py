@@ -10,16 +10,20 @@ A turn without a call is the last; its boxed answer scores +1 or -1. Guarantees,
 - A turn truncated at its maximum length ends the conversation. A group is complete, or its error is raised.
 - With ``tree_roots`` a group is a turn tree: so many conversations begin at the problem, each other one goes on after a
   turn of theirs. Which one and after which turn is drawn before it is known how long they become, or long ones would
-  count too much; where one ended by then, the other begins at the problem too. The tool's replies depend on the
-  messages alone, so a conversation can be taken up at any turn. ``environment.credit`` compares what follows the same
-  turns.
+  count too much; where one ended by then, the other begins at the problem too, as where the chat template has rewritten
+  its turns, which is counted (``branches_at_root``). How many there are is settled before the group too:
+  ``tree_tokens`` are what the groups have on average, by the lengths of earlier ones. The tool's replies depend on the
+  messages alone, so a conversation can be taken up at any turn; a subclass of which this is not true says so with
+  ``resettable = False``, and is then refused a tree. ``environment.credit`` compares what follows the same turns.
 
 Problems come from the same sources as in ``gsm8k``; the preset ``calculator`` generates problems of several steps.
 """
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 from pydantic import Field
@@ -30,6 +34,7 @@ from recipe.atropos.environments.calculator_tool import CALL, CLOSE, OPEN, answe
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
 from recipe.atropos.environments.word_problems import Row, progress
+from recipe.atropos.errors import ConfigurationError
 
 SYSTEM_PROMPT = (
     f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "
@@ -49,6 +54,9 @@ class CalculatorEnvConfig(GSM8kEnvConfig):
     tree_roots: int | None = Field(
         None, ge=1, description="Conversations of a group that begin at the problem, the others branch; by default all"
     )
+    tree_tokens: int | None = Field(
+        None, ge=1, description="Sampled tokens of a tree on average; it has fewer branches for it, by default all"
+    )
 
 
 class CalculatorEnv(GSM8kEnv):
@@ -56,15 +64,29 @@ class CalculatorEnv(GSM8kEnv):
 
     name = "calculator"
     env_config_cls = CalculatorEnvConfig
+    resettable = True  # ``reply`` depends on the messages alone
 
     async def setup(self) -> None:
         """Load both splits, and check the chat template.
 
         Raises:
             FileNotFoundError, ValueError: naming the dataset, file or line; or the template cannot render the tool.
+            ConfigurationError: a turn tree is asked for where there can be none, or a budget without one.
         """
         self._try_chat_template()
+        self._lengths = deque[int](maxlen=128), deque[int](maxlen=128)  # sampled tokens of the latest, first and others
         await super().setup()
+
+    @classmethod
+    def _load(cls, config: CalculatorEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+        if config.tree_roots is not None and not cls.resettable:
+            raise ConfigurationError(
+                f"--env.tree_roots={config.tree_roots}: {cls.__name__} cannot return to a turn (resettable is False); "
+                "leave it out"
+            )
+        if config.tree_tokens is not None and config.tree_roots is None:
+            raise ConfigurationError(f"--env.tree_tokens={config.tree_tokens}: give --env.tree_roots, or leave it out")
+        return super()._load(config)
 
     def _try_chat_template(self) -> None:
         role, secret = self.config.tool_role, "7" * 7
@@ -83,19 +105,29 @@ class CalculatorEnv(GSM8kEnv):
 
     async def converse(self, problem: Row, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
         roots = min(n, self.config.tree_roots or n) if split == "train" else n
+        branches = self._paid_for(roots, n - roots)
         asked = self.messages(problem)
         conversations = await self._converse(problem, split, [(asked, None)] * roots)
         begun = []
-        for _ in range(n - roots):
+        for _ in range(branches):
             i, turn = random.randrange(roots), 1 + random.randrange(max(1, self.config.max_turns - 1))
-            there = turn < turns_of(conversations[i], asked)
+            there = turn < (turns := turns_of(conversations[i], asked))
             begun.append((conversations[i].messages[: len(asked) + 2 * turn], (i, turn)) if there else (asked, None))
+            self.report.count("branches_at_root", int(not turns))
         conversations += await self._converse(problem, split, begun)
-        for conversation in conversations if split == "train" else ():
+        for i, conversation in enumerate(conversations if split == "train" else ()):
+            self._lengths[i >= roots].append(sampled_tokens(conversation.node))
             answers = tool_answers(conversation.messages)
             self.report.observe("calls", len(answers))
             self.report.observe("call_errors", sum(text.startswith("error") for text in answers))
         return conversations
+
+    def _paid_for(self, roots: int, most: int) -> int:
+        """Return how many branches, ``most`` at most, make the next group have ``tree_tokens`` on average."""
+        if self.config.tree_tokens is None or not all(self._lengths):
+            return most
+        root, branch = map(fmean, self._lengths)
+        return max(0, min(most, int((self.config.tree_tokens - roots * root) / branch + random.random())))
 
     async def _converse(self, problem: Row, split: Literal["train", "eval"], begun: Sequence) -> list[Conversation]:
         """Run conversations, given as what was said so far and the branch, to their ends."""
@@ -138,13 +170,18 @@ class CalculatorEnv(GSM8kEnv):
             -len(list(trained_spans(node.masked_tokens))) :
         ]  # without those of the conversation it branches from
         encoded = sum(len(self.tokenizer.encode(text, add_special_tokens=False)) + 1 for text in own)
-        return max(0, sum(mask != -100 for mask in node.masked_tokens) - encoded)
+        return max(0, sampled_tokens(node) - encoded)
 
 
 def turns_of(conversation: Conversation, asked: Messages) -> int:
     """Return the number of the policy's turns; 0 if not all of them are to be trained on."""
     turns = (len(conversation.messages) - len(asked) + 1) // 2
     return turns if turns == len(list(trained_spans(conversation.node.masked_tokens))) else 0
+
+
+def sampled_tokens(node: Any) -> int:
+    """Return the number of tokens that are trained on; those that a branch begins with are its source's."""
+    return sum(mask != -100 for mask in node.masked_tokens)
 
 
 def tool_answers(messages: Messages) -> list[str]:

@@ -122,8 +122,10 @@ class SingleTurnEnv(ItemsEnv):
         return await self.group_of(item, conversations), []
 
     async def group_of(self, item: Problem, conversations: list[Conversation]) -> ScoredDataGroup:
-        """Return the scored group of a problem's conversations, with the branches among them."""
+        """Return the scored group of a problem's conversations, however many, with the branches among them."""
         group = await self.score(item, [conversation.node for conversation in conversations])
+        if len(conversations) < self.config.group_size:
+            group["group_overrides"]["group_size"] = len(conversations)
         if any(conversation.branch for conversation in conversations):
             group["group_overrides"]["branches"] = [conversation.branch for conversation in conversations]
         return group
