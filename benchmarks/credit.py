@@ -14,8 +14,8 @@ solved, and compares the tokens that were sampled for it. Settled before the run
 - Each of these methods has the best of three learning rates on seed 0, by tokens to 80%, then by the last accuracy;
   with it five seeds, which are those of the items and of sampling. All begin with the same policy.
 - Exploratory, with one seed and one rate, and said to be so in the table, as is what is not complete: the grid; 8 keys
-  with GRPO of partial scores (whether denser scores suffice), larger groups, a turn tree with progress, and a share of
-  outcome GRPO; 16 keys. All planned runs take about 12 hours on 2 idle cores.
+  with GRPO of partial scores (whether denser scores suffice), larger groups, a turn tree with progress, a share of
+  outcome GRPO, and VinePPO's values, whose tokens count; 16 keys. All planned runs take about 12 hours on 2 idle cores.
 - A batch is one group of 2 episodes, so that noise limits, rather than the learning rate; with 1 key eight groups, so
   that as many decisions as with 8 are learned from, and on the grid, where of one group nobody learned to 80%. It is
   sent and trained on whatever its scores, and all its tokens count.
@@ -37,10 +37,12 @@ outcome GRPO and lam 0 at 4 steps, one learning rate and seed, and 80 updates. A
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
 import math
+import operator
 import os
 import signal
 import statistics
@@ -63,6 +65,7 @@ from benchmarks.tasks.credit import GridRecipe, KeysRecipe, LongKeysRecipe  # no
 from recipe.atropos.demo.small_policy import ensure_small_policy  # noqa: E402
 from recipe.atropos.run.evaluations import read_evaluations  # noqa: E402
 from recipe.atropos.run.record import read_metrics  # noqa: E402
+from recipe.atropos.sources.recorded import read_batch  # noqa: E402
 from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {
@@ -87,6 +90,7 @@ METHODS = {
         *(PARTIAL, "environment.credit={lam: 0}"),
         *("actor_rollout_ref.rollout.n=4", "environment.args.tree_roots=2"),
     ),
+    "value continuations": ("environment.args.value_continuations=4", "environment.credit={lam: 0}"),
 }
 REFERENCE = "outcome GRPO"
 PROGRESS = ("progress, lam 0", "progress, lam 0.5")
@@ -216,10 +220,20 @@ def solved(folder: Path) -> bool:
 
 
 def curve(folder: Path) -> tuple[list[int], list[float]]:
-    """Return the sampled tokens and the share of solved items at each evaluation."""
-    so_far = np.cumsum([0, *(line["atropos/trained_tokens"] for line in read_metrics(folder))])
+    """Return the sampled tokens, those for values included, and the share of solved items at each evaluation."""
+    steps = read_metrics(folder)
+    values = (value_tokens(folder, int(line["atropos/batch"])) for line in steps)
+    trained = (line["atropos/trained_tokens"] for line in steps)
+    so_far = np.cumsum([0, *map(operator.add, trained, values)])
     lines = [line for line in read_evaluations(folder) if line.get("main") and line["step"] < len(so_far)]
     return [int(so_far[line["step"]]) for line in lines], [line["metrics"][line["main"]] for line in lines]
+
+
+@functools.cache  # a run is looked at every second
+def value_tokens(folder: Path, batch: int) -> int:
+    """Return the tokens that were sampled for a batch, but for values alone."""
+    groups = read_batch(folder / "trajectories", batch).groups
+    return sum(sum((group.field("group_overrides") or {}).get("value_tokens", ())) for group in groups)
 
 
 def tokens_to(share: float, tokens: list[int], accuracy: list[float]) -> float:

@@ -65,10 +65,13 @@ class KeysEnv(CalculatorEnv):
         group = await super().group_of(item, conversations)
         values = [self.reached(item, one.messages) for one in conversations]
         self.percent_correct_buffer.extend(float(of_turns[-1] == 1.0) for of_turns in values)
-        last = [of_turns[-1] for of_turns in values]
-        group["scores"] = last if self.config.partial_scores else [1.0 if value == 1.0 else -1.0 for value in last]
-        group["group_overrides"]["turn_values"] = values
+        group["scores"] = [self.outcome(item, one) for one in conversations]
+        group["group_overrides"].setdefault("turn_values", values)
         return group
+
+    def outcome(self, problem: Row, conversation: Conversation) -> float:
+        share = self.reached(problem, conversation.messages)[-1]
+        return share if self.config.partial_scores or share == 1.0 else -1.0
 
     async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
         right = self.reached(problem, conversation.messages)[-1] == 1.0

@@ -1,10 +1,12 @@
 """What benchmarks/credit.py makes of runs: the budget at which a miss is censored, and which ratios are bounds."""
 
 import importlib.util
+import json
 
 import pytest
 
 from helpers import ROOT
+from recipe.atropos.trajectory_api import records
 
 _SPEC = importlib.util.spec_from_file_location("credit_benchmark", ROOT / "benchmarks" / "credit.py")
 credit = importlib.util.module_from_spec(_SPEC)
@@ -97,3 +99,21 @@ def test_a_target_needs_final_runs(capsys):
     ratios = credit.table(runs, ["keys 4"])
     assert not credit.met(ratios, "keys 4") and ratios == {"keys 4, progress, lam 0 (exploratory)": (0.1, "")}
     assert "All 2 runs, with those of other learning rates: 1,300 tokens, 0.0 hours" in capsys.readouterr().out
+
+
+def test_tokens_for_values_alone_count_as_sampled(tmp_path):
+    """At the evaluation after the update that learns from them."""
+    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0], "inference_logprobs": [[1.0, -0.1]]}
+    overrides = [{"value_tokens": [40]}, {}, None]
+    lines = [{"number": n, "batch": [{**group, "group_overrides": one}]} for n, one in enumerate(overrides, 1)]
+    write_lines(tmp_path / "export", lines)
+    records.import_(tmp_path / "trajectories", tmp_path / "export")
+    steps = [{"step": n, "atropos/batch": n, "atropos/trained_tokens": 10.0} for n in (1, 2, 3)]
+    write_lines(tmp_path / "metrics.jsonl", steps)
+    evaluations = [{"step": n, "metrics": {"right": 0.1 * n}, "main": "right"} for n in (0, 1, 3)]
+    write_lines(tmp_path / "evaluations.jsonl", evaluations)
+    assert credit.curve(tmp_path) == ([0, 50, 70], [0.0, 0.1, pytest.approx(0.3)])
+
+
+def write_lines(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,7 +1,8 @@
-"""Turn trees of the calculator and of the environments over it, with a scripted policy behind a real managed server."""
+"""Turn trees and values of continuations, in the calculator and environments over it; the policy is scripted."""
 
 import asyncio
 import random
+import sys
 from statistics import fmean
 
 import pytest
@@ -11,9 +12,12 @@ from helpers.scripted_policy import last_said, scripted
 from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.data.rows import trained_spans
+from recipe.atropos.environments.calculator import CalculatorEnv
+from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, gold_answer
 from recipe.atropos.errors import ConfigurationError
 
 KeysEnv = load_environment(f"{ROOT / 'benchmarks' / 'tasks' / 'credit.py'}:KeysEnv")
+KEYS = vars(sys.modules[KeysEnv.__module__])["KEYS"]
 
 
 @pytest.fixture
@@ -96,8 +100,73 @@ def test_a_turn_tree_is_refused_where_there_can_be_none(keys, make_env):
     class Forgetful(KeysEnv):
         resettable = False
 
-    with pytest.raises(ConfigurationError, match="tree_roots=2: Forgetful cannot return to a turn"):
-        make_env(Forgetful, tree_roots=2)
-    with pytest.raises(ConfigurationError, match="tree_tokens=9: give --env.tree_roots"):
-        keys(tree_tokens=9)
+    for options in ({"tree_roots": 2}, {"value_continuations": 3}):
+        [(name, value)] = options.items()
+        with pytest.raises(ConfigurationError, match=f"--env.{name}={value} for Forgetful: .*resettable is False"):
+            make_env(Forgetful, **options)
+    make_env(Forgetful)
+    for options in (
+        {"tree_tokens": 9},
+        {"tree_tokens": 9, "value_continuations": 3},
+        {"value_continuations": 3, "tree_roots": 2},
+    ):
+        with pytest.raises(
+            ConfigurationError, match="give tree_roots, alone or with tree_tokens, or value_continuations"
+        ):
+            keys(**options)
     assert "branches_at_root" not in keys().report.counts
+
+
+def test_a_turns_value_is_the_mean_of_its_continuations(keys):
+    """What goes on after it is counted, but not trained on; the policy presses right keys until it goes on itself."""
+    env, k = keys(value_continuations=3, group_size=2, partial_scores=False), 3
+    rng, turns = random.Random(1), []
+
+    def says(chat):
+        turns.append(chat)
+        return presses(rng.random())(chat)
+
+    [group] = collected(env, says)
+    values, nodes = group["group_overrides"]["turn_values"], [list(trained_spans(row)) for row in group["masks"]]
+    assert [len(row) for row in values] == [5, 5] == [len(spans) for spans in nodes]
+    assert [row[-1] for row in values] == group["scores"]
+    assert len(turns) == 2 * 5 + 2 * k * (4 + 3 + 2 + 1), "each continuation goes to its end"
+    assert {round(k * (value + 1) / 2, 9) for row in values for value in row[:-1]} <= {0.0, 1.0, 2.0, 3.0}
+    trained = sum(end - start for spans in nodes for start, end in spans)
+    sampled = 2 * len(turns)  # a key and the end of the turn
+    assert (trained, sum(group["group_overrides"]["value_tokens"])) == (20, sampled - 20)
+    add_credit(group, Credit(lam=0.0))
+    assert not collected(keys(), presses())[0]["group_overrides"].get("value_tokens")
+
+
+def test_continuations_begin_with_the_turns_before_them(keys):
+    """After the first wrong key all continuations fail, and the value says so."""
+    env = keys(value_continuations=2, group_size=2, partial_scores=False)
+    item, right = env.train[0], iter(range(10**6))
+
+    def says(chat):
+        if " " not in last_said(chat):
+            return "="
+        first = chat.count("<|im_start|>assistant") == 1
+        return "?" if first and next(right) == 0 else KEYS[last_said(chat)[0]]
+
+    async def collect():
+        async with scripted(env, says):
+            return (await env.collect_trajectories(item))[0]
+
+    group = asyncio.run(collect())
+    assert sorted(group["group_overrides"]["turn_values"]) == [[-1.0] * 5, [1.0] * 5]
+    assert sorted(group["scores"]) == [-1.0, 1.0]
+
+
+def test_calculator_values_are_of_its_own_outcome(make_env):
+    """A boxed answer is right or wrong, whatever a group of right ones scores."""
+    env = make_env(
+        CalculatorEnv, dataset_name=SYNTHETIC_STEPS, group_size=2, max_token_length=400, train_size=9, eval_size=9,
+        value_continuations=2, ensure_scores_are_not_same=False,
+    )  # fmt: skip
+    gold = gold_answer(env.train[env.order(0)[0]])
+    [group] = collected(env, lambda chat: rf"\boxed{{{gold}}}" if "tool\n2" in chat else "<call>1+1</call>")
+    assert group["group_overrides"]["turn_values"] == [[1.0, 1.0]] * 2
+    answer = [*env.tokenizer.encode(rf"\boxed{{{gold}}}"), env.tokenizer.eos_token_id]
+    assert group["group_overrides"]["value_tokens"] == [2 * len(answer)] * 2
