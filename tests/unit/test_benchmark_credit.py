@@ -72,7 +72,7 @@ def test_the_runs_of_the_file_are_of_these_settings(capsys):
     assert credit.met(ratios, "keys 4") and credit.met(ratios, "keys 8")
     page = (ROOT / "docs" / "token-advantages.md").read_text()
     *rows, _, _ = capsys.readouterr().out.splitlines()
-    for row in rows[2:]:
+    for row in (row for row in rows[2:] if "(exploratory)" not in row):
         *_, tokens, ratio, _ = map(str.strip, row.split("|"))
         assert tokens in page, row
         assert ratio in ("", "not comparable") or ratio.split(",")[0].replace("<=", "≤") in page, row
