@@ -57,6 +57,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -335,16 +336,24 @@ def table(results: list[dict[str, Any]], tasks: list[str]) -> dict[str, Ratio]:
 
 
 def plot(results: list[dict[str, Any]], tasks: list[str], path: Path) -> None:
-    """Draw the held-out accuracy of every run that the table counts, a panel for each task, a color for each method."""
+    """Draw the held-out accuracy of every run that the table counts, a panel for each task, a color for each method; a
+    cross is the end of a miss.
+    """
     tasks = [task for task in tasks if any(line["task"] == task for line in results)]
-    figure = Figure((4 * len(tasks), 3.5), layout="constrained")
+    shown = [method for method in METHODS if any(line["method"] == method for line in results)]
+    figure = Figure((4 * len(tasks), 4), layout="constrained")
     for panel, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
-        panel.set(title=task, xlabel="thousand sampled tokens", ylabel="solved, held out", ylim=(0, 1))
-        for number, method in enumerate(METHODS):
-            for line in runs_of(results, task, method):
-                label = method if line["seed"] == SEEDS[0] else ""
-                panel.plot([n / 1e3 for n in line["tokens"]], line["accuracy"], color=f"C{number}", label=label)
-        panel.legend(frameon=False)
+        panel.set(title=task, xlabel="thousand sampled tokens", ylim=(-0.03, 1))
+        runs = [(number, line) for number, method in enumerate(shown) for line in runs_of(results, task, method)]
+        panel.set_xscale("symlog", linthresh=min(line["tokens"][1] for _, line in runs) / 1e3)
+        panel.xaxis.set_major_formatter("{x:g}")
+        for number, line in runs:
+            end = "x" if line["to_80"] is None else ""
+            thousands = [n / 1e3 for n in line["tokens"]]
+            panel.plot(thousands, line["accuracy"], color=f"C{number}", marker=end, markevery=[-1], alpha=0.8)
+    figure.axes[0].set_ylabel("solved, held out")
+    colors = [Line2D([], [], color=f"C{number}", label=method) for number, method in enumerate(shown)]
+    figure.legend(handles=colors, loc="outside lower center", ncols=len(shown), frameon=False)
     figure.savefig(path)
 
 
