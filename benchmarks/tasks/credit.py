@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.demo.policies import CalculatorRecipe
@@ -60,15 +61,17 @@ class KeysEnv(CalculatorEnv):
         replies = tool_answers(messages)
         return None if messages[-1]["content"] == "=" else pressed(replies[-1] if replies else problem["question"])
 
-    async def collect_trajectories(self, item: Row) -> tuple[Any, list[Row]]:
-        conversations = await self.converse(item, self.config.group_size, "train")
+    async def group_of(self, item: Row, conversations: list[Conversation]) -> ScoredDataGroup:
+        group = await super().group_of(item, conversations)
         values = [self.reached(item, one.messages) for one in conversations]
         self.percent_correct_buffer.extend(float(of_turns[-1] == 1.0) for of_turns in values)
-        group = await self.score(item, [one.node for one in conversations])
-        last = [of_turns[-1] for of_turns in values]
-        group["scores"] = last if self.config.partial_scores else [1.0 if value == 1.0 else -1.0 for value in last]
-        group["group_overrides"]["turn_values"] = values
-        return group, []
+        group["scores"] = [self.outcome(item, one) for one in conversations]
+        group["group_overrides"].setdefault("turn_values", values)
+        return group
+
+    def outcome(self, problem: Row, conversation: Conversation) -> float:
+        share = self.reached(problem, conversation.messages)[-1]
+        return share if self.config.partial_scores or share == 1.0 else -1.0
 
     async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
         right = self.reached(problem, conversation.messages)[-1] == 1.0
@@ -193,6 +196,13 @@ class KeysRecipe(CalculatorRecipe):
             left = pressed(left)
             chat += [message("assistant", key), message("tool", left)]
         return [*chat, message("assistant", "=")]
+
+
+class LongKeysRecipe(KeysRecipe):
+    """For 16 keys, whose episodes have up to 640 tokens."""
+
+    positions: ClassVar[int] = 1024
+    turn_tokens: ClassVar[int] = 40
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Recipe:
     """
 
     name: ClassVar[str] = "small-policy"
+    positions: ClassVar[int] = 512  # tokens of a conversation, at most
 
     hidden_size: int = 128
     layers: int = 2
@@ -134,7 +135,7 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.heads,
-        max_position_embeddings=512,
+        max_position_embeddings=recipe.positions,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

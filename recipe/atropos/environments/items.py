@@ -19,7 +19,7 @@ import logging
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -235,9 +235,7 @@ class ItemsEnv(BaseEnv):
             async with limit:
                 return await self.eval_item(item)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(answer(item)) for item in self.eval_items()]
-        samples = [task.result() for task in tasks]
+        samples = await together(answer(item) for item in self.eval_items())
         metrics = {**self.eval_summary(samples), "eval/total": len(samples)}
         self.eval_metrics.extend(metrics.items())
         await self.evaluate_log(
@@ -254,6 +252,13 @@ class ItemsEnv(BaseEnv):
             wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(self.percent_correct_buffer)
         self.percent_correct_buffer, self.eval_metrics = [], []
         await super().wandb_log(wandb_metrics)
+
+
+async def together(pieces: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results of coroutines that run at once; where one fails, the others end."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(piece) for piece in pieces]
+    return [task.result() for task in tasks]
 
 
 def levels(config: ItemsEnvConfig, train: Iterable[Item]) -> list[float]:

@@ -44,13 +44,16 @@ class SingleTurnEnvConfig(ItemsEnvConfig):
 class Conversation(NamedTuple):
     """Conversation; ``messages`` end with the policy's last, ``node`` is the managed server's, of all turns' tokens.
 
-    ``branch``: of which conversation of the group, and after how many of its turns, it is a continuation.
+    ``branch``: of which conversation of the group, and after how many of its turns, it is a continuation. ``values``:
+    of its turns, if others were sampled for them, which had ``value_tokens``.
     """
 
     messages: Messages
     node: Any
     finish_reason: str
     branch: tuple[int, int] | None = None
+    values: list[float] | None = None
+    value_tokens: int = 0
 
     @property
     def answer(self) -> str:
@@ -119,10 +122,11 @@ class SingleTurnEnv(ItemsEnv):
             logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", text[:80])
             return None, []
         conversations = await self.converse(item, self.config.group_size, "train")
-        group = await self.score(item, [conversation.node for conversation in conversations])
-        if any(conversation.branch for conversation in conversations):
-            group["group_overrides"]["branches"] = [conversation.branch for conversation in conversations]
-        return group, []
+        return await self.group_of(item, conversations), []
+
+    async def group_of(self, item: Problem, conversations: list[Conversation]) -> ScoredDataGroup:
+        """Return the scored group of a problem's conversations; a subclass may tell more in its ``group_overrides``."""
+        return await self.score(item, [conversation.node for conversation in conversations])
 
     async def score(self, item: Problem, nodes: list[Any]) -> ScoredDataGroup:
         """Return the group of the managed server's sequences, each scored by its last turn."""

@@ -93,7 +93,7 @@ def test_answers_stay_below_the_trainers_limit(env):
 
 
 def test_a_server_that_is_not_there_fails_the_evaluation(env):
-    env.test = env.test[:2]
+    env.test, env.config.max_token_length = env.test[:2], 1000
     with pytest.raises(ExceptionGroup):
         asyncio.run(env.evaluate())
 
