@@ -134,8 +134,7 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
 
 def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
     """Ray places both replicas of the environment; the head has the server, a node the rank."""
-    options = ["inference.placement=launcher", "environment.placement=ray", "environment.replicas=2"]
-    options += [f"{section}.host={cluster.address(0)}" for section in ("api", "inference")]
+    options = ["inference.placement=launcher", "environment.replicas=2"]
     options += ["environment.evaluate=false", "trainer.logger=[console]"]
     launched = Launched(cluster, tmp_path, "--steps", "16", *options)
     launched.reach(3)
