@@ -66,15 +66,14 @@ class Inference(Section):
     python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")
     device: Device = about("Where the servers compute")
     host: Text | None = about(
-        "Address of servers and gateway; null: 127.0.0.1, or this machine's on the network of the Ray cluster, if Ray "
-        "places an environment"
+        "Address of servers and gateway; null: 127.0.0.1, or the head's, if Ray places an environment"
     )
     port: Port | None = about("First server's port, the others follow; null: free ones")
     gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
     dtype: Dtype = about("Of the served weights; float32 on a CPU")
     placement: Literal["launcher", "ray"] | None = about(
         "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, on a cluster, if trainer.nnodes "
-        "> 1 or this machine has too few GPUs"
+        "> 1 or GPUs are too few here"
     )
     colocated: bool | None = about("Servers share the trainer's GPUs; null: if they are too few for both")
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.config.derived import sequences_in_flight
 from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.config.preflight import Rules, check_rules
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python
 from recipe.atropos.utils.gpus import visible_gpus
@@ -69,42 +70,56 @@ def place_servers(config: DictConfig) -> str | None:
 
 def _place_by_ray(config: DictConfig) -> str:
     inference, arguments = config.inference, sglang_flags(config.inference.args)
-    if not cluster_address(config.ray_kwargs.ray_init):
-        raise ConfigurationError(
-            "inference.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS"
-        )
-    if inference.colocated:
-        raise ConfigurationError(
-            "inference.colocated=true with inference.placement=ray: Ray gives a GPU to one of the two; leave it out, "
-            "or set inference.placement=launcher"
-        )
-    if given := sorted({"base_gpu_id", "nnodes"} & arguments.keys()):
-        raise ConfigurationError(
-            f"inference.args.{given[0]}={arguments[given[0]]} with inference.placement=ray: Ray chooses a server's "
-            "GPUs, all on one node; leave it out"
-        )
-    if inference.port is not None:
-        raise ConfigurationError(f"inference.port={inference.port} with inference.placement=ray: leave it out")
+    given = min({"base_gpu_id", "nnodes"} & arguments.keys(), default="")
+    check_rules(
+        [
+            (
+                not cluster_address(config.ray_kwargs.ray_init),
+                "inference.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS",
+            ),
+            (
+                inference.colocated,
+                "inference.colocated=true with inference.placement=ray: Ray gives a GPU to one of the two; leave it "
+                "out, or set inference.placement=launcher",
+            ),
+            (
+                given,
+                f"inference.args.{given}={arguments.get(given)} with inference.placement=ray: Ray chooses a server's "
+                "GPUs, all on one node; leave it out",
+            ),
+            (
+                inference.port is not None,
+                f"inference.port={inference.port} with inference.placement=ray: leave it out",
+            ),
+        ]
+    )
     inference.placement, inference.colocated, inference.servers = "ray", False, inference.servers or 1
     return f"Ray places {inference.servers} server{'s'[: inference.servers != 1]} (inference.placement=ray)"
 
 
 def check_environments_placement(config: DictConfig, specs: Iterable[EnvironmentSpec]) -> None:
     """Raise ConfigurationError if Ray is to place an environment that could not start, or not reach the services."""
-    placed = next((spec for spec in specs if spec.placement == "ray"), None)
-    if placed is None:
-        return
-    key = f"{placed.key}.placement=ray"
-    if not cluster_address(config.ray_kwargs.ray_init):
-        raise ConfigurationError(f"{key}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS")
-    if placed.python is not None:
-        raise ConfigurationError(f"{key}: other nodes do not prepare {placed.key}.python; leave one of them out")
+    for spec in specs:
+        if spec.placement == "ray":
+            check_rules(_environment_rules(config, spec))
+
+
+def _environment_rules(config: DictConfig, spec: EnvironmentSpec) -> Rules:
+    key = f"{spec.key}.placement=ray"
+    yield (
+        not cluster_address(config.ray_kwargs.ray_init),
+        f"{key}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS",
+    )
+    yield (
+        spec.python is not None,
+        f"{key}: other nodes do not prepare {spec.key}.python; leave one of them out",
+    )
     for name, host in {"api.host": config.api.host, "inference.host": config.inference.host}.items():
-        if is_loopback(reachable(host)):
-            raise ConfigurationError(
-                f"{name}={host} with {key}: other nodes do not reach it; set {name} to this machine's address on the "
-                "network of the cluster"
-            )
+        yield (
+            is_loopback(reachable(host)),
+            f"{name}={host} with {key}: other nodes do not reach it; set {name} to this machine's address on the "
+            "network of the cluster",
+        )
 
 
 def _ranks_here(config: DictConfig) -> int:
