@@ -231,11 +231,14 @@ def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
 def test_nodes_that_share_no_folder_are_refused(tmp_path, first):
     """By their address. Every node has the folder of checkpoints, and both of the ranks' another file system there.
 
-    The launcher looks before it starts anything, whatever Ray places; the ranks of a trainer without one do later.
+    The launcher looks before it starts anything, whatever Ray places, and says if Ray has no token; the ranks of a
+    trainer without one look later.
     """
     hidden = tmp_path / "checkpoints"
     hidden.mkdir()
-    with Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}")) as cluster:
+    nodes = Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}"))
+    nodes.variables |= {"RAY_AUTH_MODE": "disabled"} if first == "launcher" else {}
+    with nodes as cluster:
         places = "|".join(map(re.escape, (cluster.address(1), cluster.address(2))))
         options = [f"trainer.default_local_dir={hidden}"]
         if first == "ranks":
@@ -251,6 +254,7 @@ def test_nodes_that_share_no_folder_are_refused(tmp_path, first):
             launched = Launched(cluster, tmp_path, "--steps", "2", f"inference.placement={first}", *options)
             status, told = launched.process.wait(300), launched.log.read_text()
             message = rf"node ({places}): trainer.default_local_dir={re.escape(str(hidden))}: .* mount one file system"
+            assert ("the cluster has no token, so that whoever reaches it" in told) == (first == "launcher")
             assert not launched.own_processes()
         assert status == 1 and re.search(message, told.replace("\n", " ")), told[-3000:]
 

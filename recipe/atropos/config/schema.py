@@ -49,7 +49,7 @@ class Run(Section):
 
 
 class API(Section):
-    host: Text | None = about("Address of the Trajectory API; null: as inference.host")
+    host: Text | None = about("Address of the Trajectory API; null: see inference.host")
     port: Port | None = about("Its port; null: 8000, or a free one")
     start_timeout: Seconds = about("Seconds until it must answer")
     max_restarts: Limit = about("Restarts before the run ends")
