@@ -21,7 +21,7 @@ from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
 from recipe.atropos.checkpoint.shards import tensors_only
 from recipe.atropos.checkpoint.store import digests_of, verify
 from recipe.atropos.utils.hosts import interface_variables
-from recipe.atropos.utils.private_process import is_loopback, keep_rendezvous_on_loopback
+from recipe.atropos.utils.private_process import bind_rendezvous, is_loopback
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_id, get_device_name, get_torch_device
 from recipe.atropos.verl_ext.worker import (
@@ -62,7 +62,7 @@ class AtroposActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        keep_rendezvous_on_loopback()
+        bind_rendezvous()
         if not is_loopback(own := ray.util.get_node_ip_address()):
             os.environ |= interface_variables(own)
         if get_device_name() == "cpu":

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.chaos import ledger
@@ -22,6 +23,7 @@ from recipe.atropos.run.record import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SERVER, RANK = "sglang.launch_server", "ray::AtroposActorWorker"
+ACTORS = ("ray::Host", "ray::Probe")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,17 @@ class Launched:
         """Those of the run, not of Ray."""
         living = (process for node in self.cluster.nodes for process in self.cluster.processes(node))
         lines = (" ".join(process.cmdline()) for process in living)
-        return [line for line in lines if any(mark in line for mark in (SERVER, RANK, "recipe.atropos"))]
+        return [line for line in lines if any(mark in line for mark in (SERVER, RANK, *ACTORS, "recipe.atropos"))]
+
+    def open_ports(self, text):
+        """How many ports processes with such a command line have at every address of their node, one of which is Ray's
+        own, which asks for the token.
+        """
+        [node] = [self.node_of(text)]
+        found = [each for each in self.cluster.processes(node) if text in " ".join(each.cmdline())]
+        ports = [port for each in found for port in each.net_connections("inet") if port.status == psutil.CONN_LISTEN]
+        assert any(port.laddr.ip == self.cluster.address(node) for port in ports)
+        return [port.laddr for port in ports if port.laddr.ip in ("0.0.0.0", "::")]
 
 
 @pytest.fixture
@@ -80,12 +92,20 @@ def cluster(tmp_path):
 
 
 def test_nodes_lost_with_server_and_rank_lose_no_batch(cluster, tmp_path):
-    """Each is started again on another node, and for the server no step is lost; afterwards nothing is left."""
+    """Each is started again on another node, and for the server no step is lost; afterwards nothing is left. A server
+    that is lost alone is started again where it was, and the trainer goes on.
+    """
     options = ["trainer.save_freq=4", "environment.evaluate=false", "trainer.logger=[console]"]
     launched = Launched(cluster, tmp_path, "--steps", "12", *options)
     launched.reach(3)
     server, rank = launched.node_of(SERVER), launched.node_of(RANK)
     assert {server, rank} < {1, 2, 3} and server != rank
+    assert len(launched.open_ports(RANK)) <= 1 and not launched.open_ports(SERVER)
+    [alone] = [each for each in cluster.processes(server) if SERVER in each.cmdline()]
+    alone.kill()
+    until(lambda: "sglang  ended (-9), started again" in launched.log.read_text(), 60, launched)
+    launched.reach(5)
+    assert launched.node_of(SERVER) == server and "trainer ended" not in launched.log.read_text()
     cluster.kill(server)
     until(lambda: launched.node_of(SERVER) not in (None, server), 180, launched)
     until(lambda: "trainer ended (75), started again" in launched.log.read_text(), 120, launched)
@@ -134,8 +154,7 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
 
 def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
     """Ray places both replicas of the environment; the head has the server, a node the rank."""
-    options = ["inference.placement=launcher", "environment.placement=ray", "environment.replicas=2"]
-    options += [f"{section}.host={cluster.address(0)}" for section in ("api", "inference")]
+    options = ["inference.placement=launcher", "environment.replicas=2"]
     options += ["environment.evaluate=false", "trainer.logger=[console]"]
     launched = Launched(cluster, tmp_path, "--steps", "16", *options)
     launched.reach(3)
@@ -208,27 +227,42 @@ def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
     assert largest[0] > 1e-3 and largest[1] <= 1e-5, largest
 
 
-@pytest.mark.parametrize("placement", ["ray", "launcher"])
-def test_nodes_that_share_no_folder_are_refused(tmp_path, placement):
+@pytest.mark.parametrize("first", ["ray", "launcher", "ranks"])
+def test_nodes_that_share_no_folder_are_refused(tmp_path, first):
     """By their address. Every node has the folder of checkpoints, and both of the ranks' another file system there.
 
-    Ray places the servers on nodes that are checked before; else the ranks look before the first step.
+    The launcher looks before it starts anything, whatever Ray places, and says if Ray has no token; the ranks of a
+    trainer without one look later.
     """
     hidden = tmp_path / "checkpoints"
     hidden.mkdir()
-    with Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}")) as cluster:
-        options = [f"inference.placement={placement}", f"inference.host={cluster.address(0)}"]
-        launched = Launched(cluster, tmp_path, "--steps", "2", f"trainer.default_local_dir={hidden}", *options)
-        assert launched.process.wait(300) == 1
+    nodes = Cluster(tmp_path, [0, 1, 1], dict.fromkeys((1, 2), f"mount -t tmpfs none {hidden}"))
+    nodes.variables |= {"RAY_AUTH_MODE": "disabled"} if first == "launcher" else {}
+    with nodes as cluster:
         places = "|".join(map(re.escape, (cluster.address(1), cluster.address(2))))
-        message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no checkpoint"
-        if placement == "ray":
+        options = [f"trainer.default_local_dir={hidden}"]
+        if first == "ranks":
+            options += [f"ray_kwargs.ray_init.address={cluster.address(0)}:6379", "preset=demo"]
+            options += [f"run.dir={tmp_path / 'run'}", f"inference.urls=[http://{cluster.address(0)}:1]"]
+            command = cluster.command(0, sys.executable, "-m", "recipe.atropos.main", *options)
+            ended = subprocess.run(
+                command, env=os.environ | cluster.variables, capture_output=True, text=True, timeout=300
+            )
+            status, told = ended.returncode, ended.stderr
+            message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no"
+        else:
+            launched = Launched(cluster, tmp_path, "--steps", "2", f"inference.placement={first}", *options)
+            status, told = launched.process.wait(300), launched.log.read_text()
             message = rf"node ({places}): trainer.default_local_dir={re.escape(str(hidden))}: .* mount one file system"
-        assert re.search(message, launched.log.read_text().replace("\n", " ")), launched.tail(30)
+            assert ("the cluster has no token, so that whoever reaches it" in told) == (first == "launcher")
+            assert not launched.own_processes()
+        assert status == 1 and re.search(message, told.replace("\n", " ")), told[-3000:]
 
 
 def test_cluster_check_names_every_fault_and_its_node(tmp_path):
-    """Eight faults, six of them of node 1, where the other nodes have none; without them every check passes."""
+    """Eight faults, six of them of node 1, where the other nodes have none; without them every check passes, but for
+    Ray's token, if it has none.
+    """
     run, late, programs = tmp_path / "run", tmp_path / "late", tmp_path / "programs"
     for folder in (run, late, programs, late / "torch-1.0.dist-info"):
         folder.mkdir()
@@ -261,7 +295,13 @@ def test_cluster_check_names_every_fault_and_its_node(tmp_path):
         assert re.match(f"ports +it reaches no free port of {cluster.address(1)}", others[1])
     with Cluster(tmp_path, [1, 1]) as cluster:
         status, lines = check(cluster, run, "--nodes", "2")
-        assert status == 0 and sum(line.startswith("ok") for line in lines) == 15, lines
+        assert status == 0 and sum(line.startswith("ok") for line in lines) == 16, lines
+    without = Cluster(tmp_path, [1])
+    without.variables |= {"RAY_AUTH_MODE": "disabled"}
+    with without as cluster:
+        status, lines = check(cluster, run)
+        [failed] = [line for line in lines if line.startswith("FAILED")]
+        assert status == 1 and "whoever reaches it can run code on every node: on each, before ray start" in failed
 
 
 def check(cluster, run, *options):
@@ -296,36 +336,64 @@ esac
 """
 
 
-def test_cluster_job_for_slurm_is_requeued_and_goes_on(tmp_path):
-    """The script that is printed, on two nodes; of SLURM, the two programs that it calls are stood in for."""
-    programs, requeued = tmp_path / "programs", tmp_path / "requeued"
+@pytest.fixture
+def slurm_job(tmp_path):
+    """A cluster of two nodes, and a start of the script that is printed for them; of SLURM, the two programs that it
+    calls are stood in for.
+    """
+    programs, root, job = tmp_path / "programs", Path(__file__).parents[2], tmp_path / "job.sh"
     programs.mkdir()
     with Cluster(tmp_path, [0, 0], started=False) as cluster:
         addresses = {"first": cluster.address(0), "second": cluster.address(1)}
         for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-            text = text.replace("{prefix}", cluster.prefix).replace("{requeued}", str(requeued))
+            text = text.replace("{prefix}", cluster.prefix).replace("{requeued}", str(tmp_path / "requeued"))
             for key, address in addresses.items():
                 text = text.replace(f"{{{key}}}", address)
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         command = [sys.executable, "-m", "recipe.atropos", "cluster", "sbatch", "--nodes", "2", "--preset", "demo"]
         command += ["--steps", "6", f"run.dir={tmp_path / 'run'}", "inference.placement=ray"]
-        job, root = tmp_path / "job.sh", Path(__file__).parents[2]
         job.write_text(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout)
         variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{programs}:{os.environ['PATH']}"}
-        lines, statuses = [], []
-        for _ in range(2):
+
+        def start():
             with open(tmp_path / "job.log", "ab") as log:
-                process = subprocess.Popen(
+                return subprocess.Popen(
                     cluster.command(0, "bash", str(job)), env=os.environ | variables, stdout=log, stderr=log
                 )
-            if not statuses:
-                until(lambda: len(read_metrics(tmp_path / "run")) > 1, 300)
-                process.send_signal(signal.SIGUSR1)
-            statuses.append(process.wait(400))
-            lines = (tmp_path / "job.log").read_text().splitlines()
-            until(lambda: not any(map(cluster.processes, (0, 1))), 20, told=lambda: "processes are left")
-        assert statuses == [RECOVERABLE, 0], "\n".join(lines[-60:])
-        assert requeued.read_text() == "7\n"
-        counts = ledger(tmp_path / "run")
-        assert counts.pop("steps") == 6 and counts.pop("groups") and not any(counts.values()), counts
+
+        yield cluster, start
+
+
+def ended(cluster, process, folder):
+    """The job's exit status, with which every process on its nodes ends."""
+    status = process.wait(400)
+    until(lambda: not any(map(cluster.processes, (0, 1))), 20, told=lambda: (folder / "job.log").read_text()[-3000:])
+    return status
+
+
+def test_cluster_job_for_slurm_is_requeued_and_goes_on(slurm_job, tmp_path):
+    cluster, start = slurm_job
+    process = start()
+    until(lambda: len(read_metrics(tmp_path / "run")) > 1, 300)
+    process.send_signal(signal.SIGUSR1)
+    statuses = [ended(cluster, process, tmp_path), ended(cluster, start(), tmp_path)]
+    assert statuses == [RECOVERABLE, 0], (tmp_path / "job.log").read_text()[-5000:]
+    assert (tmp_path / "requeued").read_text() == "7\n"
+    counts = ledger(tmp_path / "run")
+    assert counts.pop("steps") == 6 and counts.pop("groups") and not any(counts.values()), counts
+
+
+@pytest.mark.parametrize("lost", ["node", "head"])
+def test_cluster_job_for_slurm_ends_with_what_is_lost(slurm_job, tmp_path, lost):
+    """The other node, as it trains, or Ray's own server on the head; no component keeps the allocation."""
+    cluster, start = slurm_job
+    process = start()
+    until(lambda: read_metrics(tmp_path / "run"), 300)
+    if lost == "node":
+        cluster.kill(1)
+    else:
+        [gcs] = [each for each in cluster.processes(0) if each.name() == "gcs_server"]
+        gcs.kill()
+    assert ended(cluster, process, tmp_path) not in (0, RECOVERABLE), (tmp_path / "job.log").read_text()[-5000:]
+    assert not (tmp_path / "requeued").exists()

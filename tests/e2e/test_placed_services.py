@@ -11,6 +11,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from helpers.waiting import until
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launcher import on_ray
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("cluster")]
@@ -50,6 +51,16 @@ def test_a_place_that_is_lost_before_its_start_is_found_anew(placed, tmp_path):
     until(lambda: placed.awaited("program") and placed._seats["program"].lost, 60)  # a while after the call
     until(lambda: not placed.awaited("program"), 60)
     assert output_of(placed, tmp_path, "echo", "here") == (0, "here\n")
+
+
+def test_a_place_at_loopback_is_refused_where_there_are_other_nodes(placed, monkeypatch):
+    """A node that joined without --node-ip-address; alone, it needs no other address."""
+    launch = SGLangLaunch("m", python="p", port=1)
+    placed._seats["program"].address = ("127.0.0.1", 7)
+    assert (placed.placed("program", launch).host, placed.placed("program", launch).port) == ("127.0.0.1", 7)
+    monkeypatch.setattr(ray, "nodes", lambda: [{}, {}])
+    with pytest.raises(ConfigurationError, match="knows the node of program as 127.0.0.1, .*: start Ray there with"):
+        placed.placed("program", launch)
 
 
 @pytest.mark.parametrize(

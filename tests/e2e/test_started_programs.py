@@ -15,6 +15,7 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.environment_processes import check_environments
 from recipe.atropos.utils import private_process
+from recipe.atropos.utils.hosts import address_for_nodes
 
 RECIPE = ROOT / "recipe/atropos"
 KEY = "the-key-of-the-run"
@@ -35,7 +36,7 @@ def test_the_folder_works_among_other_recipes(tmp_path):
 
 
 def test_secret_flags_reach_a_process_that_prints_none():
-    """It starts a further process, which meets others at a loopback address: torch's store listens only there."""
+    """It starts a further process, which meets others at two addresses, and torch's stores listen only there."""
     variables = {private_process.SECRET_FLAGS: json.dumps(["--api-key", KEY]), "GLOO_SOCKET_IFNAME": "lo"}
     found = subprocess.run(
         [sys.executable, private_process.__file__, "helpers.private", "--model", "m"],
@@ -49,14 +50,14 @@ def test_secret_flags_reach_a_process_that_prints_none():
     arguments, listens = found.stdout.splitlines()
     assert arguments == "arguments ['--model', 'm', '--api-key', '***'] variables []"
     assert KEY not in found.stdout + found.stderr and "error ['--model'" in found.stderr
-    assert set(json.loads(listens)["listens"]) == {"127.0.0.1"}
+    assert set(json.loads(listens)["listens"]) == {"127.0.0.1", address_for_nodes("auto")}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     alone = [sys.executable, "-c", f"from helpers import private; private.listen({port})"]
     listens = subprocess.run(
         alone, env=os.environ | variables, cwd=ROOT / "tests", capture_output=True, text=True, check=True
     )
-    # If not, torch has it (pytorch/pytorch#155741), and keep_rendezvous_on_loopback can go.
+    # If not, torch has it (pytorch/pytorch#155741), and bind_rendezvous can go.
     assert set(json.loads(listens.stdout)["listens"]) != {"127.0.0.1"}
 
 

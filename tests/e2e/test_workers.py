@@ -146,24 +146,37 @@ def test_the_reference_policy_is_the_model_before_any_update(model_path, plain, 
         assert trainer.metrics["actor/kl_loss"] > 1e-4
 
 
-@pytest.mark.parametrize(("elsewhere", "folders"), [(False, 1), (True, 2)])
-def test_cluster_check_tries_checkpoints_that_are_elsewhere(cluster, tmp_path, elsewhere, folders):
+@pytest.mark.parametrize(
+    ("options", "elsewhere"),
+    [
+        ([], []),
+        (["trainer.default_local_dir={}/saved"], ["saved"]),
+        (["trainer.atropos.weight_sync.transport=disk"], []),  # in run.dir
+        (
+            ["trainer.atropos.weight_sync.transport=disk", "trainer.atropos.weight_sync.directory={}/weights"],
+            ["weights"],
+        ),
+    ],
+)
+def test_cluster_check_tries_each_folder_that_nodes_share(cluster, tmp_path, options, elsewhere):
     from recipe.atropos.launcher.cluster_check import check_nodes
 
-    options = ["actor_rollout_ref.model.path=none", f"run.dir={tmp_path}/run"]
-    saved = [f"trainer.default_local_dir={tmp_path}/saved"] if elsewhere else []
-    found = [each.problem for each in check_nodes(compose_config(*options, *saved)) if each.check == "folder"]
-    assert found == [""] * folders and (tmp_path / "saved").exists() is elsewhere
+    options = ["actor_rollout_ref.model.path=none", f"run.dir={tmp_path}/run", *(o.format(tmp_path) for o in options)]
+    found = check_nodes(compose_config(*options), pairs=False)
+    assert [each.problem for each in found if each.check == "folder"] == [""] * (1 + len(elsewhere))
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == sorted(["run", *elsewhere])
+    assert [each.problem for each in found if each.check == "token"] == [""], "this Ray has one"
 
 
-def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster):
-    """Nine of four CPUs: refused after the limit, or 10 s where no node may join."""
+def test_placement_of_ranks_is_not_waited_for_without_a_limit(cluster, capfd):
+    """Nine of four CPUs: refused after the limit, of which a line tells before, or 10 s where no node may join."""
     from recipe.atropos.workers.actor import DevicePool
 
     for grows, seconds in ((True, 11), (False, 10)):
-        told = f"n_gpus_per_node=9: Ray found no room .* within {seconds} s; each takes .*free are.*lower them"
+        told = f"n_gpus_per_node=9: Ray found no room .* within {seconds} s; each rank takes .*free are.*lower them"
         with pytest.raises(ConfigurationError, match=told):
             DevicePool([9], "wide", timeout=11.0, grows=grows)
+        assert ("n_gpus_per_node=9 waits at most 11 s for nodes; each rank takes" in capfd.readouterr().out) == grows
     [group] = DevicePool([1], "narrow", timeout=60.0, grows=False).get_placement_groups()
     assert group.bundle_specs == [{"CPU": 1.0}]
     remove_placement_group(group)

@@ -18,7 +18,7 @@ from recipe.atropos.checkpoint.export import export_checkpoint
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.commands.export_model import add_arguments
 from recipe.atropos.config.compose import resolved
-from recipe.atropos.config.derived import set_waits
+from recipe.atropos.config.derived import set_derived
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
@@ -86,7 +86,7 @@ def make_start(plan):
     """Copy the weights that a planned run starts from."""
     plan.start.make()
     plan.config.actor_rollout_ref.model.path = plan.start.base
-    expected = set_waits(resolved(plan.composed))
+    expected = set_derived(resolved(plan.composed))
     decide_device(expected)
     assert expected == plan.config
     return plan.config

@@ -10,10 +10,13 @@ import sys
 import psutil
 import torch.distributed as dist
 
+from recipe.atropos.utils.hosts import address_for_nodes
+
 
 def listen(port):
-    """As a process that SGLang spawns."""
+    """As a process that SGLang spawns; it meets others at this machine's own address, too."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    store, *_ = next(dist.rendezvous(f"tcp://{address_for_nodes('auto')}:0", rank=0, world_size=1))
     found = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     print(json.dumps({"listens": found}), flush=True)
 

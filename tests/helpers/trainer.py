@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.config import compose
-from recipe.atropos.config.derived import set_waits
+from recipe.atropos.config.derived import set_derived
 from recipe.atropos.inference.own_gateway import gateway_before
 
 CPU_OVERRIDES = [
@@ -45,7 +45,7 @@ def changed_config(base: DictConfig, options: list[str]) -> DictConfig:
 def _composed(overrides: tuple[str, ...]) -> DictConfig:
     config = compose.compose_config([*CPU_OVERRIDES, *overrides])
     config.trainer.device = "cpu"  # as recipe.atropos.main sets it
-    return set_waits(config)
+    return set_derived(config)
 
 
 def started(config: DictConfig) -> Any:

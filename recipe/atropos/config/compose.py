@@ -41,7 +41,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.atropos.config.derived import set_waits
+from recipe.atropos.config.derived import set_derived
 from recipe.atropos.config.keys import checked, flat, keys_of, of_all, unsupported, without_effect
 from recipe.atropos.config.schema_errors import check_schema, wrong_values
 from recipe.atropos.config.unsupported import CONDITIONAL
@@ -109,7 +109,7 @@ def load_config(overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigurationError: naming key and value, and the nearest key, the choices, or what to set instead.
     """
-    return set_waits(resolved(compose_config(overrides)))
+    return set_derived(resolved(compose_config(overrides)))
 
 
 def resolved(composed: DictConfig) -> DictConfig:
@@ -197,7 +197,7 @@ def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
     """
     config = _read_run(path)
     restore(config, map(json.loads, hidden))
-    return set_waits(resolved(config))
+    return set_derived(resolved(config))
 
 
 def load_recorded(path: Path) -> DictConfig:
@@ -208,7 +208,7 @@ def load_recorded(path: Path) -> DictConfig:
     """
     defaults, recorded = compose_config([]), _read_run(path)
     OmegaConf.set_struct(defaults, False)
-    return set_waits(resolved(OmegaConf.merge(defaults, recorded)))
+    return set_derived(resolved(OmegaConf.merge(defaults, recorded)))
 
 
 def _read_run(path: Path) -> DictConfig:

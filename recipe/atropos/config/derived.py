@@ -1,5 +1,5 @@
-"""What the configuration leaves open: timeouts, derived from the maximum answer length, and how many groups an
-environment keeps in flight, enough to keep servers busy while the trainer waits for a batch.
+"""What the configuration leaves open: timeouts, derived from the maximum answer length, the hosts of services, and how
+many groups an environment keeps in flight, enough to keep servers busy while the trainer waits for a batch.
 
 BaseEnv's default is 8 groups per server address, and the gateway is one address for any number of servers.
 """
@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
+from recipe.atropos.utils.hosts import address_for_nodes, cluster_address
 
 _SLOWEST = 5.0  # tokens per second of one sequence among many
 _LEAST = {"trainer.atropos.max_wait_time": 600.0, "evaluation.timeout": 300.0}
@@ -36,14 +37,19 @@ def worker_timeout(config: DictConfig) -> float:
     return config.trainer.atropos.max_wait_time / 2
 
 
-def set_waits(config: DictConfig) -> DictConfig:
-    """Set null timeouts for a batch and an evaluation.
+def set_derived(config: DictConfig) -> DictConfig:
+    """Set null timeouts for a batch and an evaluation, and null hosts: other nodes reach these if Ray places an
+    environment.
 
-    A run's ``config.yaml`` keeps null: the next run that uses it may have longer answers.
+    A run's ``config.yaml`` keeps null: the next run that uses it may have longer answers, or another head.
     """
     for key in _LEAST:
         if OmegaConf.select(config, key) is None:
             OmegaConf.update(config, key, derived_wait(key, config.data.max_response_length))
+    cluster, host = cluster_address(config.ray_kwargs.ray_init), "127.0.0.1"
+    if cluster and any(spec.placement == "ray" for spec in environment_specs(config).values()):
+        host = address_for_nodes(cluster)
+    config.api.host, config.inference.host = config.api.host or host, config.inference.host or host
     return config
 
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.config.schema import Environment
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.hosts import cluster_address
 
 NO_STEP_LIMIT = 10**9
 """``--env.total_steps`` of an environment that serves until it is stopped."""
@@ -85,10 +86,11 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     """
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
+    on_cluster = cluster_address(config.ray_kwargs.ray_init) is not None
     if not several:
         single = _with_program(single)
         name = _name_of(single)
-        return {} if single["target"] is None else {name: _spec("environment", name, single)}
+        return {} if single["target"] is None else {name: _spec("environment", name, single, on_cluster)}
     shared = single | {"args": {}, "reward_bridge": None, "credit": None}
     specs = {}
     for name, own in several.items():
@@ -97,7 +99,7 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
         settings = _with_program(shared | own_target | given)
         if settings["target"] is None:
             raise ConfigurationError(f"environments.{name}.target is not set, and environment.target=null; give one")
-        specs[name] = _spec(f"environments.{name}", name, settings)
+        specs[name] = _spec(f"environments.{name}", name, settings, on_cluster)
     return specs
 
 
@@ -114,7 +116,10 @@ def _name_of(settings: Mapping[str, Any]) -> str:
     return re.sub(r"[^\w-]", "_", str(given or own)) or "environment"
 
 
-def _spec(key: str, name: str, settings: Mapping[str, Any]) -> EnvironmentSpec:
+def _spec(key: str, name: str, settings: Mapping[str, Any], on_cluster: bool) -> EnvironmentSpec:
+    if settings["placement"] is None:  # an interpreter of its own is prepared on this machine alone
+        spread = on_cluster and settings["replicas"] > 1 and settings["python"] is None
+        settings = {**settings, "placement": "ray" if spread else "launcher"}
     spec = EnvironmentSpec.model_construct(key=key, name=name, **settings)  # config.schema has checked the values
     for flag in _OWN_KEYS.keys() & spec.args.keys():
         raise ConfigurationError(f"{key}.args.{flag}: give {key}.{_OWN_KEYS[flag]} instead")

@@ -27,7 +27,7 @@ from recipe.atropos.config.compose import (
     resolved,
     shipped,
 )
-from recipe.atropos.config.derived import set_waits
+from recipe.atropos.config.derived import set_derived
 from recipe.atropos.config.keys import is_free
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.secret import check_not_hidden
@@ -95,4 +95,4 @@ def checked_config(composed: DictConfig) -> DictConfig:
     preset = next((word[7:] for word in HydraConfig.get().overrides.task if word.startswith("preset=")), None)
     compose_values([*differences(composed).items()], base=shipped(preset))
     check_not_hidden(OmegaConf.to_container(composed))
-    return set_waits(resolved(composed))
+    return set_derived(resolved(composed))

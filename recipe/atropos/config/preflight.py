@@ -34,7 +34,7 @@ def check_config(config: DictConfig) -> None:
     check_schema(OmegaConf.to_container(config, resolve=True))
     check_model_settings(config)
     specs = [*environment_specs(config).values()]
-    _check(
+    check_rules(
         chain(
             _algorithm(config),
             _loss(config),
@@ -51,7 +51,7 @@ def check_config(config: DictConfig) -> None:
         _check_shaping(spec)
     if not specs:
         _check_credit("environment", config.environment.credit)
-    _check(
+    check_rules(
         chain(
             _ignored_credit(config, specs),
             () if specs else _joined(config),
@@ -65,10 +65,11 @@ def check_config(config: DictConfig) -> None:
 
 def check_model_settings(config: DictConfig) -> None:
     """Check the model's own configuration, if it is on this machine. Raises as ``check_config``."""
-    _check(_model(config))
+    check_rules(_model(config))
 
 
-def _check(rules: Iterable[tuple[Any, str]]) -> None:
+def check_rules(rules: Iterable[tuple[Any, str]]) -> None:
+    """Raise ConfigurationError with the message of the first rule that is violated."""
     for wrong, message in rules:
         if wrong:
             raise ConfigurationError(message)

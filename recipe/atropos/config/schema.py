@@ -49,7 +49,7 @@ class Run(Section):
 
 
 class API(Section):
-    host: Text = about("Address of the Trajectory API")
+    host: Text | None = about("Address of the Trajectory API; null: see inference.host")
     port: Port | None = about("Its port; null: 8000, or a free one")
     start_timeout: Seconds = about("Seconds until it must answer")
     max_restarts: Limit = about("Restarts before the run ends")
@@ -65,12 +65,15 @@ class Inference(Section):
     max_restarts: Limit = about("Restarts of each server and the gateway before the run ends")
     python: Text | None = about("Interpreter of SGLang's environment; null: $ATROPOS_SGLANG_PYTHON, else .venv-sglang")
     device: Device = about("Where the servers compute")
-    host: Text = about("Address of servers and gateway")
+    host: Text | None = about(
+        "Address of servers and gateway; null: 127.0.0.1, or the head's, if Ray places an environment"
+    )
     port: Port | None = about("First server's port, the others follow; null: free ones")
     gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
     dtype: Dtype = about("Of the served weights; float32 on a CPU")
     placement: Literal["launcher", "ray"] | None = about(
-        "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, if trainer.nnodes > 1"
+        "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, on a cluster, if trainer.nnodes "
+        "> 1 or GPUs are too few here"
     )
     colocated: bool | None = about("Servers share the trainer's GPUs; null: if they are too few for both")
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] | None = about(
@@ -95,7 +98,9 @@ class Environment(Section):
     weight: Positive = about("Its part of what is not allocated, relative to other environments'")
     min_batch_allocation: Share | None = about("The least part of each batch that it has")
     replicas: Count = about("Processes, each with its part of the items")
-    placement: Literal["launcher", "ray"] = about("Who starts them: the launcher, beside it, or Ray, anywhere")
+    placement: Literal["launcher", "ray"] | None = about(
+        "As inference.placement; null: Ray, on a cluster, if replicas > 1"
+    )
     max_restarts: Limit = about("Restarts of each replica before it is abandoned")
     start_timeout: Seconds = about("Seconds until it must have registered")
     evaluate: bool = about("Evaluate with its own evaluate()")

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import ray
 from omegaconf import DictConfig
+from ray.core.generated.gcs_service_pb2 import CheckAliveRequest
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -27,6 +30,9 @@ from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import sglang_python
 from recipe.atropos.utils.machine import nvidia_smi, versions_in
+
+TOKEN = "token"
+"""The check whose problem keeps no run from working."""
 
 SGLANG = ("torch", "sglang", "transformers")
 _SECONDS = 120.0  # for the nodes' answers
@@ -147,10 +153,14 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
         facts = _answers(probes, "facts", os.path.abspath(os.path.expanduser(config.actor_rollout_ref.model.path)))
         findings = [found for found in _compared(facts) if pairs or found.check != "gpus"]
         findings += [_clock(address, probe) for address, probe in probes.items()]
-        run, saved = (Path(folder).resolve() for folder in (config.run.dir, config.trainer.default_local_dir))
-        findings += _shared("run.dir", run, probes)
-        if not saved.is_relative_to(run):
-            findings += _shared("trainer.default_local_dir", saved, probes)
+        findings.append(_token(ray.get_runtime_context().gcs_address))
+        run, sync = Path(config.run.dir).resolve(), config.trainer.atropos.weight_sync
+        folders = {"run.dir": run, "trainer.default_local_dir": Path(config.trainer.default_local_dir).resolve()}
+        if sync.transport == "disk":
+            folders["trainer.atropos.weight_sync.directory"] = Path(sync.directory).resolve()
+        for key, folder in folders.items():
+            if folder == run or not folder.is_relative_to(run):
+                findings += _shared(key, folder, probes)
         if pairs and len(probes) > 1:
             others = [(address, node.port) for address, node in facts.items()]
             for address, cut in _answers(probes, "unreachable", others).items():
@@ -223,6 +233,18 @@ def _clock(address: str, probe: Any) -> Finding:
     apart = abs(told - (begun + time.time()) / 2)
     problem = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
     return Finding("clock", address, problem if apart > _APART_SECONDS else "")
+
+
+def _token(address: str) -> Finding:
+    """Check that the cluster answers nobody who has no token."""
+    problem = "whoever reaches it can run code on every node: on each, before ray start, and here, export "
+    problem += "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (openssl rand -hex 32)"
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_CONNECT_SECONDS)
+        except grpc.RpcError:
+            problem = ""
+    return Finding(TOKEN, _head(), problem)
 
 
 def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from recipe.atropos.config.derived import sequences_in_flight
 from recipe.atropos.config.env_specs import EnvironmentSpec
+from recipe.atropos.config.preflight import Rules, check_rules
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, declares_flag, sglang_flags, sglang_python
 from recipe.atropos.utils.gpus import visible_gpus
@@ -23,7 +24,8 @@ _MOST_GRAPHS = 1024  # their buffers take about 2 MiB a request (SGLang's own es
 
 
 def place_servers(config: DictConfig) -> str | None:
-    """Decide ``inference.colocated`` where it is null: servers share the trainer's GPUs if there are too few for both.
+    """Decide ``inference.placement`` and ``colocated`` where they are null: servers share the trainer's GPUs if there
+    are too few for both, and Ray places them if this machine has too few even so, and a cluster is joined.
 
     Where ``inference.servers`` is null, colocated servers take all GPUs of the trainer, which would be idle while one
     samples; else it is 1. Returns a message for the user, or None.
@@ -32,77 +34,92 @@ def place_servers(config: DictConfig) -> str | None:
         ConfigurationError: this machine has too few GPUs either way, or a setting does not go with Ray's placement.
     """
     inference = config.inference
-    if inference.placement is None:
-        several = config.trainer.nnodes > 1 and cluster_address(config.ray_kwargs.ray_init)
-        inference.placement = "ray" if several else "launcher"
-    if inference.placement == "ray":
+    by_ray = inference.placement is None and cluster_address(config.ray_kwargs.ray_init) is not None
+    if inference.placement == "ray" or (by_ray and config.trainer.nnodes > 1):
         return _place_by_ray(config)
     if "cpu" in (inference.device, config.trainer.device):
-        inference.colocated, inference.servers = bool(inference.colocated), inference.servers or 1
+        inference.placement, inference.colocated = "launcher", bool(inference.colocated)
+        inference.servers = inference.servers or 1
         return None
     gpus, ranks = visible_gpus(), _ranks_here(config)
     launch = SGLangLaunch("", extra_args=inference.args)
     each, first = launch.gpus, launch.extra_args.get("base_gpu_id")
-    decided = inference.colocated is None
+    decided, colocated, servers = inference.colocated is None, inference.colocated, inference.servers
     if decided:
-        inference.colocated = bool(ranks) and first is None and ranks + (inference.servers or 1) * each > gpus
-    if inference.servers is None:
-        inference.servers = max(1, ranks // each) if inference.colocated and first is None else 1
-    servers = inference.servers * each
-    needed = max(ranks, servers) if inference.colocated else servers + (ranks if first is None else first)
+        colocated = bool(ranks) and first is None and ranks + (servers or 1) * each > gpus
+    if servers is None:
+        servers = max(1, ranks // each) if colocated and first is None else 1
+    needed = max(ranks, servers * each) if colocated else servers * each + (ranks if first is None else first)
+    if needed > gpus and by_ray and first is None and not inference.colocated:
+        return _place_by_ray(config)
     if needed > gpus:
         raise ConfigurationError(
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} and inference.servers={inference.servers} of "
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} and inference.servers={servers} of "
             f"{each} GPUs each (inference.args.tp_size) need {needed} GPUs with inference.colocated="
-            f"{str(inference.colocated).lower()}, and this machine has {gpus} (nvidia-smi, CUDA_VISIBLE_DEVICES): "
+            f"{str(colocated).lower()}, and this machine has {gpus} (nvidia-smi, CUDA_VISIBLE_DEVICES): "
             "lower them, set inference.colocated=true, or trainer.device=cpu"
         )
-    if not (decided and inference.colocated):
+    inference.placement, inference.colocated, inference.servers = "launcher", colocated, servers
+    if not (decided and colocated):
         return None
     return (
-        f"{gpus} GPU{'s'[: gpus != 1]}: the trainer shares them with {inference.servers} "
-        f"server{'s'[: inference.servers != 1]} (inference.colocated=true)"
+        f"{gpus} GPU{'s'[: gpus != 1]}: the trainer shares them with {servers} server{'s'[: servers != 1]} "
+        "(inference.colocated=true)"
     )
 
 
 def _place_by_ray(config: DictConfig) -> str:
     inference, arguments = config.inference, sglang_flags(config.inference.args)
-    if not cluster_address(config.ray_kwargs.ray_init):
-        raise ConfigurationError(
-            "inference.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS"
-        )
-    if inference.colocated:
-        raise ConfigurationError(
-            "inference.colocated=true with inference.placement=ray: Ray gives a GPU to one of the two; leave it out, "
-            "or set inference.placement=launcher"
-        )
-    if given := sorted({"base_gpu_id", "nnodes"} & arguments.keys()):
-        raise ConfigurationError(
-            f"inference.args.{given[0]}={arguments[given[0]]} with inference.placement=ray: Ray chooses a server's "
-            "GPUs, all on one node; leave it out"
-        )
-    if inference.port is not None:
-        raise ConfigurationError(f"inference.port={inference.port} with inference.placement=ray: leave it out")
-    inference.colocated, inference.servers = False, inference.servers or 1
+    given = min({"base_gpu_id", "nnodes"} & arguments.keys(), default="")
+    check_rules(
+        [
+            (
+                not cluster_address(config.ray_kwargs.ray_init),
+                "inference.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS",
+            ),
+            (
+                inference.colocated,
+                "inference.colocated=true with inference.placement=ray: Ray gives a GPU to one of the two; leave it "
+                "out, or set inference.placement=launcher",
+            ),
+            (
+                given,
+                f"inference.args.{given}={arguments.get(given)} with inference.placement=ray: Ray chooses a server's "
+                "GPUs, all on one node; leave it out",
+            ),
+            (
+                inference.port is not None,
+                f"inference.port={inference.port} with inference.placement=ray: leave it out",
+            ),
+        ]
+    )
+    inference.placement, inference.colocated, inference.servers = "ray", False, inference.servers or 1
     return f"Ray places {inference.servers} server{'s'[: inference.servers != 1]} (inference.placement=ray)"
 
 
 def check_environments_placement(config: DictConfig, specs: Iterable[EnvironmentSpec]) -> None:
     """Raise ConfigurationError if Ray is to place an environment that could not start, or not reach the services."""
-    placed = next((spec for spec in specs if spec.placement == "ray"), None)
-    if placed is None:
-        return
-    key = f"{placed.key}.placement=ray"
-    if not cluster_address(config.ray_kwargs.ray_init):
-        raise ConfigurationError(f"{key}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS")
-    if placed.python is not None:
-        raise ConfigurationError(f"{key}: other nodes do not prepare {placed.key}.python; leave one of them out")
+    for spec in specs:
+        if spec.placement == "ray":
+            check_rules(_environment_rules(config, spec))
+
+
+def _environment_rules(config: DictConfig, spec: EnvironmentSpec) -> Rules:
+    key = f"{spec.key}.placement=ray"
+    yield (
+        not cluster_address(config.ray_kwargs.ray_init),
+        f"{key}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS",
+    )
+    yield (
+        spec.python is not None,
+        f"{key}: other nodes do not prepare {spec.key}.python; leave one of them out",
+    )
     for name, host in {"api.host": config.api.host, "inference.host": config.inference.host}.items():
-        if is_loopback(reachable(host)):
-            raise ConfigurationError(
-                f"{name}={host} with {key}: other nodes do not reach it; set {name} to this machine's address on the "
-                "network of the cluster"
-            )
+        yield (
+            is_loopback(reachable(host)),
+            f"{name}={host} with {key}: other nodes do not reach it; set {name} to this machine's address on the "
+            "network of the cluster",
+        )
 
 
 def _ranks_here(config: DictConfig) -> int:

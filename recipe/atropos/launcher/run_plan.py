@@ -18,7 +18,7 @@ from recipe.atropos.config.compose import (
     resolved,
     with_values,
 )
-from recipe.atropos.config.derived import set_waits
+from recipe.atropos.config.derived import set_derived
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import ConfigurationError
@@ -108,7 +108,7 @@ def plan_run(overrides: list[str]) -> RunPlan:
         config = resolved(composed)
     if start is not None:
         config.actor_rollout_ref.model.path = start.model_before_the_copy
-    return RunPlan(set_waits(config), composed, RunDir(directory), start)
+    return RunPlan(set_derived(config), composed, RunDir(directory), start)
 
 
 def names_model(overrides: list[str]) -> bool:

@@ -20,8 +20,8 @@ from recipe.atropos.inference.lora_routing import ADAPTERS_KEPT
 from recipe.atropos.inference.server import SGLangLaunch, sglang_flags, start_sglang, uses_gpu
 from recipe.atropos.launcher.placement import COLOCATED_SHARE, on_gpus
 from recipe.atropos.launcher.services import WATCH_SECONDS, RestartPolicy, Run
-from recipe.atropos.terminal.progress import progress
-from recipe.atropos.utils.hosts import reachable
+from recipe.atropos.terminal.progress import progress, say
+from recipe.atropos.utils.hosts import cluster_address, reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import reserve
@@ -158,23 +158,10 @@ async def start_inference(run: Run) -> Inference:
     inference = plan_inference(run)
     servers = inference.servers if run.config.inference.placement == "ray" else {}
     programs = [name for spec in run.plan.specs.values() if spec.placement == "ray" for name in spec.services]
-    if servers or programs:
-        # Imported here: Ray takes seconds.
-        from recipe.atropos.launcher.cluster_check import check_nodes
-        from recipe.atropos.launcher.on_ray import Cluster
-
-        run.cluster = Cluster(run.config, servers, programs)
-        with progress("the nodes of the Ray cluster are checked"):
-            findings = await asyncio.to_thread(check_nodes, run.config, pairs=False)
-        if problems := [f"node {found.node}: {found.problem}" for found in findings if found.problem]:
-            raise ConfigurationError("\n".join(problems))
-        with progress(f"Ray looks for nodes for {', '.join([*servers, *programs])}"):
-            for name in (*servers, *programs):
-                while run.cluster.awaited(name):
-                    run.check()
-                    await asyncio.sleep(WATCH_SECONDS)
-        for name, launch in servers.items():
-            inference.servers[name] = run.cluster.placed(name, launch)
+    if cluster_address(run.config.ray_kwargs.ray_init):
+        await _join_cluster(run, servers, programs)
+    for name, launch in servers.items():
+        inference.servers[name] = run.cluster.placed(name, launch)
     port = urlsplit(inference.gateway).port
     run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
     for name in inference.servers:
@@ -183,6 +170,37 @@ async def start_inference(run: Run) -> Inference:
     if servers:  # a node may be lost before they are up; an error of their own would repeat
         _enable_restarts(run, inference, recovers=lambda status: status < 0)
     return inference
+
+
+async def _join_cluster(run: Run, servers: dict[str, SGLangLaunch], programs: list[str]) -> None:
+    """Check the nodes of the cluster, if a service or a rank may be on another, and wait until Ray has some for these
+    services. Raises as ``start_inference``.
+    """
+    # Imported here: Ray takes seconds.
+    import ray
+
+    from recipe.atropos.launcher.cluster_check import TOKEN, check_nodes
+    from recipe.atropos.launcher.on_ray import Cluster
+
+    run.cluster, names, findings = Cluster(run.config, servers, programs), [*servers, *programs], []
+    if names or len(ray.nodes()) > 1:
+        with progress("the nodes of the Ray cluster are checked"):
+            findings = await asyncio.to_thread(check_nodes, run.config, pairs=False)
+    for found in findings:
+        if found.check == TOKEN and found.problem:
+            say(f"the cluster has no token, so that {found.problem}", "ray", "bold yellow", width=0)
+    wrong = [f"node {found.node}: {found.problem}" for found in findings if found.problem and found.check != TOKEN]
+    if wrong:
+        raise ConfigurationError("\n".join(wrong))
+    if not names:  # the launcher needs Ray no more
+        run.cluster.close()
+        run.cluster = None
+        return
+    with progress(f"Ray looks for nodes for {', '.join(names)}"):
+        for name in names:
+            while run.cluster.awaited(name):
+                run.check()
+                await asyncio.sleep(WATCH_SECONDS)
 
 
 def _start_server(run: Run, inference: Inference, name: str) -> Service:

@@ -1,5 +1,6 @@
 """Addresses of this machine, how clients reach them past a proxy, and whether Ray uses other machines."""
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -46,6 +47,17 @@ def address_towards(url: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # sends nothing: it only looks up the route
         return probe.getsockname()[0]
+
+
+def address_for_nodes(cluster: str) -> str:
+    """Return this machine's address for the nodes of a Ray cluster, the head's address of which is ``cluster``: that on
+    the route to it or, where that is "auto" or loopback, on the default route, which Ray takes too.
+    """
+    with contextlib.suppress(OSError):
+        own = "127.0.0.1" if cluster == "auto" else address_towards(f"http://{cluster.rpartition('://')[2]}")
+        if not ipaddress.ip_address(own).is_loopback:
+            return own
+    return reachable_from_others("0.0.0.0")
 
 
 def interface_variables(own: str = "127.0.0.1") -> dict[str, str]:

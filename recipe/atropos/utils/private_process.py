@@ -1,4 +1,4 @@
-"""Run a program so that its secrets stay private, and torch's rendezvous stays on this machine.
+"""Run a program so that its secrets stay private, and torch's rendezvous is at one address.
 
     python .../private_process.py MODULE ARGUMENTS     # as python -m MODULE ARGUMENTS
 
@@ -6,7 +6,7 @@ Guarantees:
 
 - flags that hold secrets are passed in an environment variable, and never on a command line;
 - this process's output contains none of them: SGLang and Atropos print all their settings, keys included;
-- a torch store for processes of one machine listens on loopback;
+- a torch store listens only at the address at which its ranks meet: on loopback, if they are on one machine;
 - shared memory that outlives its processes is named after the run (``scratch``).
 
 SGLang's interpreter runs this file too, and runs it again in each process that SGLang spawns, so it imports only the
@@ -55,8 +55,9 @@ def hide_in_output(flags: Iterable[str]) -> None:
         stream.write = lambda text, write=stream.write: write(hidden(text))
 
 
-def keep_rendezvous_on_loopback() -> None:
-    """From now on, let ``init_process_group`` listen on loopback only, if its ranks meet at a loopback address.
+def bind_rendezvous() -> None:
+    """From now on, let ``init_process_group`` listen only at the address that its ranks are given; of a name, which may
+    mean another address on other machines, only "localhost" is bound.
 
     torch's TCPStore (2.13) listens on every address, whatever host it is given, and trusts any client
     (https://github.com/pytorch/pytorch/pull/155741). It has an option for a listening socket, which torch's rendezvous
@@ -67,10 +68,12 @@ def keep_rendezvous_on_loopback() -> None:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
     create = rendezvous._create_c10d_store
 
-    def create_on_loopback(hostname, port, rank, world_size, timeout, *args, **kwargs):
-        if rank != 0 or not is_loopback(hostname) or rendezvous._torchelastic_use_agent_store():
+    def create_bound(hostname, port, rank, world_size, timeout, *args, **kwargs):
+        address = _address(hostname)
+        if rank != 0 or address is None or rendezvous._torchelastic_use_agent_store():
             return create(hostname, port, rank, world_size, timeout, *args, **kwargs)
-        listener = socket.create_server((hostname, port), backlog=2048)
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        listener = socket.create_server((str(address), port), family=family, backlog=2048)
         return rendezvous.TCPStore(
             host_name=hostname,
             port=listener.getsockname()[1],
@@ -81,16 +84,20 @@ def keep_rendezvous_on_loopback() -> None:
             master_listen_fd=listener.detach(),
         )
 
-    if create.__name__ != create_on_loopback.__name__:
-        rendezvous._create_c10d_store = create_on_loopback
+    if create.__name__ != create_bound.__name__:
+        rendezvous._create_c10d_store = create_bound
 
 
 def is_loopback(host: str) -> bool:
     """Return whether a host, as a name or an address, is this machine's loopback."""
+    return (address := _address(host)) is not None and address.is_loopback
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
-        return False
+        return None
 
 
 def name_shared_memory(name: str) -> None:
@@ -133,6 +140,6 @@ def _run() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):  # this process, or one that multiprocessing spawned from it
     gc.set_threshold(_COLLECTED_AFTER)
-    keep_rendezvous_on_loopback()
+    bind_rendezvous()
 if __name__ == "__main__":
     _run()

@@ -68,7 +68,8 @@ class LimitedWorkerGroup(RayWorkerGroup):
             ranks = [rank for rank, call in enumerate(calls) if call in missing]
             raise RankTimeout(
                 f"{method}: no answer of rank {', '.join(map(str, ranks))} of {len(calls)} within "
-                f"{limit:.0f} s; logs/ray has their output; raise trainer.atropos.{key} if they were at work"
+                f"{limit:.0f} s; logs/ray (of a cluster, Ray's logs on their nodes) has their output; raise "
+                f"trainer.atropos.{key} if they were at work"
             ) from None
 
 

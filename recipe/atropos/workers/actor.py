@@ -51,6 +51,7 @@ _FORWARD_KEYS += ["row_temperature"]  # if rows were sampled at different temper
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _UPDATE_KEYS += ["trajectory_share"]  # if a trajectory has several rows
 _RESERVE_SECONDS = 10.0  # for a Ray that no node joins to reserve what it has
+_QUIET_SECONDS = 5.0  # of the wait for nodes
 
 
 class DevicePool(RayResourcePool):
@@ -58,7 +59,7 @@ class DevicePool(RayResourcePool):
 
     verl requests three CPUs per rank, for worker groups that this trainer does not have, and waits without a timeout.
 
-    ``grows``: nodes may join Ray meanwhile; where they may not, 10 s suffice.
+    ``grows``: nodes may join Ray meanwhile, and after 5 s a line says so; where they may not, 10 s suffice.
 
     Raises:
         ConfigurationError: Ray cannot place the ranks within ``timeout`` seconds.
@@ -66,7 +67,8 @@ class DevicePool(RayResourcePool):
 
     def __init__(self, ranks: list[int], name: str, timeout: float, grows: bool):
         super().__init__(ranks, use_gpu=True, name_prefix=name, max_colocate_count=1)
-        self.timeout = timeout if grows else min(timeout, _RESERVE_SECONDS)
+        self.timeout, self._grows = timeout if grows else min(timeout, _RESERVE_SECONDS), grows
+        self._wanted = f"trainer.nnodes={len(ranks)} with trainer.n_gpus_per_node={ranks[0]}"
         self.pgs = self._reserve()
 
     def _reserve(self) -> list[PlacementGroup]:
@@ -75,19 +77,20 @@ class DevicePool(RayResourcePool):
             placement_group([bundle] * ranks, strategy="STRICT_PACK", name=f"{self.name_prefix}{node}")
             for node, ranks in enumerate(self.store)
         ]
-        deadline = time.monotonic() + self.timeout
+        begun, told = time.monotonic(), _QUIET_SECONDS
         # A call of ``wait`` cannot be interrupted.
-        while not (found := all(group.wait(1) for group in groups)) and time.monotonic() < deadline:
-            pass
+        while not (found := all(group.wait(1) for group in groups)) and time.monotonic() < begun + self.timeout:
+            if self._grows and time.monotonic() > begun + told:
+                told = math.inf
+                print(f"{self._wanted} waits at most {self.timeout:g} s for nodes; {_free(bundle)}", flush=True)
         if found:
             return sort_placement_group_by_node_ip(groups)
         for group in groups:
             remove_placement_group(group)
-        free = [{key: node.get(key, 0) for key in bundle} for node in available_resources_per_node().values()]
         raise ConfigurationError(
-            f"trainer.nnodes={len(self.store)} with trainer.n_gpus_per_node={self.store[0]}: Ray found no room for all "
-            f"ranks of a node on one within {self.timeout:g} s; each takes {bundle}, free are {free}; lower them, or "
-            "give nodes more CPUs (ray_kwargs.ray_init.num_cpus, if Ray is started here)"
+            f"{self._wanted}: Ray found no room for all ranks of a node on one within {self.timeout:g} s; "
+            f"{_free(bundle)}; lower them, or give nodes more CPUs (ray_kwargs.ray_init.num_cpus, if Ray is started "
+            "here)"
         )
 
     def check_reach(self, urls: list[str]) -> None:
@@ -199,6 +202,11 @@ class ActorGroup(LimitedWorkerGroup):
         mini_batches = batch.meta_info.get("mini_batches", 1)
         chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
         return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())
+
+
+def _free(bundle: dict[str, int]) -> str:
+    free = [{key: node.get(key, 0) for key in bundle} for node in available_resources_per_node().values()]
+    return f"each rank takes {bundle}, free are {free}"
 
 
 def _without_padding(batch: DataProto, **options: bool) -> Any:

@@ -29,6 +29,7 @@ from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import check_environments_placement, place_servers
 from recipe.atropos.launcher.sglang import Inference, plan_servers
 from recipe.atropos.main import fill_in, ray_options
+from recipe.atropos.utils import hosts
 from recipe.atropos.utils.gpus import platform_variables
 from recipe.atropos.weight_sync import fleet as asked
 from recipe.atropos.weight_sync.colocated import SharedMemory
@@ -410,6 +411,25 @@ def test_placement_by_ray_takes_gpus_of_whole_nodes(machine, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("gpus", "overrides", "servers"),
+    [
+        (0, ["inference.servers=8", "inference.args.tp_size=2"], 8),
+        (0, [], 1),
+        (4, ["ray_kwargs.ray_init.address=auto", "trainer.n_gpus_per_node=8"], 1),  # whose ranks are elsewhere
+        (8, ["inference.servers=8", "inference.args.tp_size=2"], 8),
+        (8, ["inference.servers=4", "inference.args.tp_size=2"], None),
+        (0, ["trainer.device=cpu"], None),
+    ],
+)
+def test_placement_is_by_ray_where_this_machine_has_too_few_gpus(machine, gpus, overrides, servers):
+    """And a cluster is joined, which may have them."""
+    machine(gpus)
+    config, told = placed(HEAD, *overrides)
+    assert config.inference.placement == ("ray" if servers else "launcher")
+    assert not servers or (config.inference.servers == servers and told.startswith(f"Ray places {servers} server"))
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ([BY_RAY], "joins no Ray cluster; set ray_kwargs.ray_init.address"),
@@ -432,16 +452,48 @@ ENVIRONMENT_BY_RAY = "environment.placement=ray"
     ("overrides", "message"),
     [
         ([], "environment.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address"),
-        ([HEAD], "api.host=127.0.0.1 with environment.placement=ray: other nodes do not reach it"),
-        ([HEAD, "api.host=10.0.0.1", "inference.host=0.0.0.0"], "inference.host=0.0.0.0 with"),
+        (
+            [HEAD, "api.host=127.0.0.1"],
+            "api.host=127.0.0.1 with environment.placement=ray: other nodes do not reach it",
+        ),
+        ([HEAD, "inference.host=0.0.0.0"], "inference.host=0.0.0.0 with"),
         ([HEAD, "environment.python=python3"], "other nodes do not prepare environment.python"),
-        ([HEAD, "api.host=10.0.0.1", "inference.host=10.0.0.1"], None),
+        ([HEAD], None),
     ],
 )
 def test_placement_of_environments_is_refused_by_name(overrides, message):
     config = load_config([GSM8K, ENVIRONMENT_BY_RAY, *overrides])
     with pytest.raises(ConfigurationError, match=message) if message else contextlib.nullcontext():
         check_environments_placement(config, environment_specs(config).values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "placement"),
+    [
+        ([HEAD, "environment.replicas=8"], "ray"),
+        ([HEAD], "launcher"),
+        (["environment.replicas=8"], "launcher"),
+        ([HEAD, "environment.replicas=8", "environment.placement=launcher"], "launcher"),
+        ([HEAD, "environment.replicas=8", "environment.python=python3"], "launcher"),
+        ([HEAD, "environments={a: {target: m}, b: {target: m, replicas: 2}}"], "ray"),
+    ],
+)
+def test_placement_of_replicas_is_by_ray_on_a_cluster(monkeypatch, overrides, placement):
+    """With which the services listen where its nodes reach them: at this machine's address on the way to the head."""
+    asked = []
+    monkeypatch.setattr(hosts, "address_towards", lambda url: asked.append(url) or "10.0.0.1")
+    config = load_config([GSM8K, *overrides])
+    [*_, spec] = environment_specs(config).values()
+    assert spec.placement == placement and asked == ["http://head:6379"] * (placement == "ray")
+    assert {config.api.host, config.inference.host} == {"10.0.0.1" if asked else "127.0.0.1"}
+    check_environments_placement(config, [spec])
+
+
+@pytest.mark.parametrize("cluster", ["auto", "127.0.0.1:6379", "no.such.host.invalid:6379"])
+def test_placement_on_the_head_itself_takes_its_default_route(monkeypatch, cluster):
+    """As Ray does, whose head is at that address unless it is told another."""
+    monkeypatch.setattr(hosts, "reachable_from_others", lambda host: f"for {host}")
+    assert hosts.address_for_nodes(cluster) == "for 0.0.0.0"
 
 
 @pytest.mark.parametrize("colocated", [True, False])
