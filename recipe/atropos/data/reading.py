@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
@@ -344,8 +345,8 @@ def _sampling(group: _Columns, i: int) -> Sampled:
     try:
         if given is not None:
             if not isinstance(given, list) or not given:
-                raise ValueError(f"{given!r} is no list of mappings")
-            return tuple(dict.fromkeys(map(SamplingParams.from_mapping, given)))
+                raise ValueError(f"{given!r} is not a list of mappings")
+            return tuple(dict.fromkeys(msgspec.convert(given, list[SamplingParams], str_keys=True)))
         return None if declared.get("temperature") is None else (SamplingParams.from_declaration(declared),)
     except (TypeError, ValueError) as error:
         key = "generation_params" if given is None else f"sampling_params[{i}]"
