@@ -259,6 +259,11 @@ class ScoredGroup:
         numbers = self.group_overrides.trajectory
         return len(numbers) if None in numbers else len(set(numbers))
 
+    @cached_property
+    def record(self) -> bytes | memoryview:
+        """The packed group; what an unpacked one was read from, as it is."""
+        return self.pack()
+
     @property
     def irregular(self) -> tuple[str, ...]:
         """The per-token fields that lack a number for some token; an empty list is a field that is not given."""
@@ -485,7 +490,7 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
     if header.buffers["masks"] == "bits":
         chosen = np.unpackbits(arrays["masks"], count=header.tokens).view(bool)
         arrays["masks"] = np.where(chosen, arrays["tokens"], arrays["tokens"].dtype.type(IGNORED))
-    return ScoredGroup(
+    group = ScoredGroup(
         arrays["lengths"],
         arrays["tokens"],
         arrays["masks"],
@@ -494,3 +499,5 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
         {name: bytes(value) for name, value in header.raw.items()},
         header.env_id,
     )
+    group.record = record
+    return group
