@@ -280,7 +280,7 @@ async def _index(
         if environment is not None:
             environment.failed = 0
         for name in group.irregular:
-            service.count(f"odd/{name}", 1, environment)
+            service.count(f"irregular_fields/{name}", 1, environment)
     service.changed()
 
 
