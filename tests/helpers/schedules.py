@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from helpers.trajectory_service import stored
 from recipe.atropos.trajectory_api import batching, database, delivery, environments, ingest, service
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration, RequestRefused
-from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.store import Store
 
 TRAIN_SECONDS, WORKER_SECONDS = 5.0, 300.0
@@ -296,7 +296,7 @@ class Schedule:
         id = self.service.next_id
         place = ticket if ticket in self.service.queue.tickets else None
         self.groups[id] = Group(env.id, size, place, env.sizes[0], weights)
-        await ingest.post(self.service, [Parsed(b"%d" % id, env.id, size, 10 * size)], ticket, None)
+        await ingest.post(self.service, [stored(id, env.id, size, 10 * size)], ticket, None)
 
     # ------------------------------------------------------------------ trainer
 

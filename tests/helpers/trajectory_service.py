@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
 
 from recipe.atropos.trajectory_api import database, delivery, ingest
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration
-from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.service import Service, Settings
 
 
@@ -29,10 +29,16 @@ async def in_service(folder, test, **settings):
         return await test(service)
 
 
+def stored(record, env, size, tokens):
+    """What is stored of a group, whose record is only a number."""
+    counts = {"trajectories": size, "tokens": bytes(tokens), "irregular": ()}
+    return SimpleNamespace(record=b"%d" % record, env_id=env, **counts)
+
+
 async def post(service, *numbers, env=None, size=4, ticket=None):
     """Post a group for each number, which is its record."""
     for number in numbers:
-        await ingest.post(service, [Parsed(b"%d" % number, env, size, 12)], ticket, None)
+        await ingest.post(service, [stored(number, env, size, 12)], ticket, None)
 
 
 async def batch(service, number):

@@ -1,7 +1,7 @@
 """Cut scored groups into rows: one sequence each, that the trainer can train on, within the length limit.
 
 ``scored_group`` says what a group is; here is what depends on the trainer: lengths, weight versions, vocabulary,
-irregular fields, the teacher's top-k, and what the trainer reads in ``group_overrides``.
+irregular fields, and the teacher's top-k.
 
 Guarantees:
 
@@ -37,21 +37,19 @@ from recipe.atropos.data.rows import (
     VersionLimits,
     environment_name,
 )
-from recipe.atropos.data.sampling import Sampled, SamplingParams
+from recipe.atropos.data.sampling import Sampled
 from recipe.atropos.data.scored_group import (
+    FLOAT32_MAX,
     FLOATS,
     Group,
     ScoredGroup,
     require_count,
     require_finite,
-    trajectory_numbers,
 )
 from recipe.atropos.data.teacher import TOP_K_FIELDS, teacher_top_k
 from recipe.atropos.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _FIXES = {
     "stale": "an environment keeps to it through the adapter",
@@ -72,8 +70,7 @@ class _Columns:
     trained: list[np.ndarray]  # (length,) bool
     floats: dict[str, list[np.ndarray | None]]  # (length,) float32, NaN for null
     teacher: list[list[Any]]
-    group_overrides: Mapping[str, Any]
-    overrides: list[Mapping[str, Any]]
+    declared: Sampled  # of sequences that do not say what they were sampled with
 
 
 def read_groups(
@@ -137,7 +134,7 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
         RefusedGroup: the trainer cannot use one of its values.
     """
     sequences, vocab_size = len(group.lengths), limits.vocab_size
-    for i in np.flatnonzero(np.abs(group.scores) > _FLOAT32_MAX):
+    for i in np.flatnonzero(np.abs(group.scores) > FLOAT32_MAX):
         raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {group.scores[i]}; it must be a finite float32")
     tokens = group.cut(group.tokens.astype(np.int64))
     for i, ids in enumerate(tokens if vocab_size else ()):
@@ -154,13 +151,12 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
     for i, values in enumerate(floats["advantages"]):
         if values is not None:
             require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
-    numbers = trajectory_numbers(group.field("group_overrides") or {}, sequences)
+    numbers = group.group_overrides.trajectory
     given = {(number, values is None) for number, values in zip(numbers, floats["advantages"], strict=True)}
-    if len(given) > len(set(numbers)):
+    if None not in numbers and len(given) > len(set(numbers)):
         raise RefusedGroup(Reason.MALFORMED, "some rows of a trajectory have advantages, others have none")
     teacher = [(name, values) for name in TOP_K_FIELDS if limits.read_teacher and (values := group.field(name))]
-    overrides = group.field("overrides") or [{}] * sequences
-    for name, values in (*teacher, ("overrides", overrides)):  # a store may be older than its check
+    for name, values in (*teacher, ("overrides", group.overrides)):  # a store may be older than its check
         require_count(name, values, sequences)
     if len(teacher) == 1:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
@@ -172,8 +168,7 @@ def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
         group.cut(group.masks != IGNORED),
         floats,
         [values for _, values in teacher],
-        group.field("group_overrides") or {},
-        overrides,
+        group.declared_sampling(),
     )
 
 
@@ -183,13 +178,13 @@ def _read_group(
     """Return a group's rows, those dropped, and counts of events.
 
     Raises:
-        RefusedGroup: a trained token's logprob is not finite, the teacher's top-k is ragged or not a distribution, or
-            what the trainer reads in the overrides is malformed. The message names the sequence and the position.
+        RefusedGroup: a trained token's logprob is not finite, or the teacher's top-k is ragged or not a distribution.
+            The message names the sequence and the position.
         ConfigurationError: a row is too long and ``limits.overlong`` is "error".
     """
     found = [_read_row(group, i, uid, versions) for i in range(len(group.tokens))]
     dropped = [row for row in found if isinstance(row, DroppedRow)]
-    numbers = _over_sequences(group, "trajectory") or [None] * len(found)
+    numbers = group.whole.group_overrides.trajectory
     lost = tuple(n for n, row in zip(numbers, found, strict=True) if isinstance(row, DroppedRow))
     rows = [
         replace(row, dropped=tuple(dropped), trajectory=n, dropped_trajectories=lost)
@@ -210,7 +205,7 @@ def _read_group(
 def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None) -> Row | DroppedRow:
     """Return sequence ``i`` as a row or a dropped row."""
     ids, trained, advantages = group.tokens[i], group.trained[i], group.floats["advantages"][i]
-    score = float(group.whole.scores[i])
+    said, score = group.whole.group_overrides, float(group.whole.scores[i])
 
     def dropped(reason: Reason) -> DroppedRow:
         return DroppedRow(score, int(trained.sum()), reason.value)
@@ -220,7 +215,7 @@ def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None)
     first = int(trained.argmax())
     if first == 0:  # its first token has no context to be predicted from
         return dropped(Reason.NO_PROMPT)
-    oldest, newest = _versions(group.group_overrides, i)
+    oldest, newest = said.policy_version_min[i], said.policy_version_max[i]
     if versions is not None and (reason := versions.refuses(oldest, newest)):
         return dropped(reason)
     end = _end(group, i, first, len(ids))
@@ -236,6 +231,7 @@ def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None)
     if any(values[i] for values in group.teacher):
         values = teacher_top_k(group.teacher, i, trained, group.limits.vocab_size)
         teacher_ids, teacher_log_probs = (array[first:end] for array in values)
+    raw_score, sampling = said.raw_scores[i], said.sampling_params[i]
     return Row(
         prompt=ids[:first],
         response=ids[first:end],
@@ -243,17 +239,17 @@ def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None)
         score=score,
         uid=uid,
         env_id=group.whole.env_id,
-        env_name=group.group_overrides.get("env_name"),
+        env_name=said.env_name,
         versions=(oldest, newest),
-        raw_score=_raw_score(group, i),
-        sampling=_sampling(group, i),
+        raw_score=None if raw_score is None else float(raw_score),
+        sampling=group.declared if sampling is None else tuple(dict.fromkeys(sampling)),
         log_probs=log_probs,
         advantages=_masked(advantages, first, end, mask),
-        credit=None if advantages is None else group.group_overrides.get("credit"),
+        credit=None if advantages is None else said.credit,
         ref_log_probs=ref_log_probs,
         teacher_ids=teacher_ids,
         teacher_log_probs=teacher_log_probs,
-        zero_advantage=_zero_advantage(group, i),
+        zero_advantage=bool(said.set_advantage_to_zero or group.whole.overrides[i].set_advantage_to_zero),
     )
 
 
@@ -285,68 +281,6 @@ def _valid_logprobs(group: _Columns, key: str, i: int, trained: np.ndarray) -> n
     return None if missing.any() or (kept > 0).any() else values
 
 
-def _zero_advantage(group: _Columns, i: int) -> bool:
-    """Return whether the overrides of the group or of the sequence set its advantage to zero."""
-    zero = False
-    for name, given in (("group_overrides", group.group_overrides), (f"overrides[{i}]", group.overrides[i])):
-        value = given.get("set_advantage_to_zero", False)
-        if value not in (True, False, None):
-            raise RefusedGroup(Reason.MALFORMED, f"{name} has set_advantage_to_zero {value!r}; give true or false")
-        zero = zero or bool(value)
-    return zero
-
-
 def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -> np.ndarray | None:
     """Return the response part, with 0 at untrained positions (which hold sentinels such as 1.0)."""
     return None if values is None else np.where(mask, values[first:end], np.float32(0))
-
-
-def _over_sequences(group: _Columns, key: str) -> list[Any] | None:
-    """Return a list over the group's sequences from ``group_overrides``; None if it is not given."""
-    values = group.group_overrides.get(key)
-    if values is not None and (not isinstance(values, list) or len(values) != len(group.tokens)):
-        raise RefusedGroup(Reason.MALFORMED, f"{key} is {values!r}, not a list over {len(group.tokens)} sequences")
-    return values
-
-
-def _raw_score(group: _Columns, i: int) -> float | None:
-    """Return a row's raw score from ``group_overrides.raw_scores``, None if it is not given."""
-    values = _over_sequences(group, "raw_scores")
-    if values is None:
-        return None
-    if not isinstance(values[i], int | float) or not abs(values[i]) <= _FLOAT32_MAX:
-        raise RefusedGroup(Reason.MALFORMED, f"raw_scores[{i}] is {values[i]!r}; it must be a finite number")
-    return float(values[i])
-
-
-def _versions(overrides: Mapping[str, Any], row: int) -> tuple[int | None, int | None]:
-    """Return a row's (oldest, newest) weight version, from the lists ``group_overrides.policy_version_{min,max}``."""
-
-    def version(key: str) -> int | None:
-        values = overrides.get(key)
-        value = values[row] if isinstance(values, list) and len(values) > row else None
-        if value is not None and type(value) is not int:
-            raise RefusedGroup(Reason.MALFORMED, f"{key}[{row}] is {value!r}, not a weight version")
-        return value
-
-    oldest, newest = version("policy_version_min"), version("policy_version_max")
-    if oldest is not None and newest is not None and oldest > newest:
-        raise RefusedGroup(
-            Reason.MALFORMED, f"policy_version_min[{row}] is {oldest}, policy_version_max[{row}] only {newest}"
-        )
-    return oldest, newest
-
-
-def _sampling(group: _Columns, i: int) -> Sampled:
-    """Return a row's parameters from ``group_overrides.sampling_params``, else the group's ``generation_params``."""
-    values, declared = _over_sequences(group, "sampling_params"), group.whole.field("generation_params") or {}
-    given = None if values is None else values[i]
-    try:
-        if given is not None:
-            if not isinstance(given, list) or not given:
-                raise ValueError(f"{given!r} is no list of mappings")
-            return tuple(dict.fromkeys(map(SamplingParams.from_mapping, given)))
-        return None if declared.get("temperature") is None else (SamplingParams.from_declaration(declared),)
-    except (TypeError, ValueError) as error:
-        key = "generation_params" if given is None else f"sampling_params[{i}]"
-        raise RefusedGroup(Reason.MALFORMED, f"{key}: {error}") from error

@@ -33,7 +33,7 @@ class Reason(StrEnum):
     FOREIGN_TOKENS = "foreign_tokens", "a token outside the vocabulary: from another tokenizer"
     RAGGED_DISTILLATION = "ragged_distillation", "a teacher's top-k of unequal lengths"
     REPEATED_DISTILL_TOKEN = "repeated_distill_token", "a teacher's top-k that names a token twice"
-    INVALID_DISTILL_LOGPROBS = "invalid_distill_logprobs", "a teacher's logprobs that are no distribution"
+    INVALID_DISTILL_LOGPROBS = "invalid_distill_logprobs", "a teacher's logprobs that are not a distribution"
 
     # A group's size in sequences, by which the Trajectory API refuses it.
     LARGER_THAN_BATCH = (

@@ -17,9 +17,10 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
 from recipe.atropos.errors import AtroposError
@@ -42,23 +43,31 @@ def default_temperature() -> float:
     return float(os.environ.get(TEMPERATURE_VARIABLE) or 1.0)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+Whole = int | Annotated[float, msgspec.Meta(multiple_of=1)]  # other languages write 50 as 50.0
+
+
+class SamplingParams(  # type: ignore[call-arg]
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Parameters of SGLang's /generate that change the sampling distribution; the defaults are SGLang's.
 
-    ``logit_bias`` holds (token, bias) pairs; ``constraints`` the names of other parameters given, such as ``regex``.
+    It is decoded from what ``to_mapping`` wrote, which always has a temperature. ``logit_bias`` maps tokens to numbers;
+    ``constraints`` holds the names of other parameters given, such as ``regex``.
     """
 
-    temperature: float = 1.0
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: Whole = -1
     min_p: float = 0.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new_tokens: Whole = 0
+    logit_bias: dict[int, float] = {}
     constraints: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:  # a mapping has none
+        return hash((self.temperature, self.top_p, self.top_k, self.constraints))
 
     @classmethod
     def from_request(cls, params: Mapping[str, Any]) -> "SamplingParams":
@@ -69,13 +78,13 @@ class SamplingParams:
         """
         given = {name: value for name, value in params.items() if value is not None and name not in _NEUTRAL}
         bias = given.pop("logit_bias", None) or {}
-        values: dict[str, Any] = {
+        values: dict[str, Any] = {"temperature": 1.0} | {
             name: int(given.pop(name)) if name in ("top_k", "min_new_tokens") else float(given.pop(name))
             for name in _NUMBERS & given.keys()
         }
         return cls(
             **values,
-            logit_bias=tuple(sorted((int(token), float(value)) for token, value in dict(bias).items())),
+            logit_bias={int(token): float(value) for token, value in dict(bias).items()},
             constraints=tuple(sorted(name for name, value in given.items() if value not in ("", False, [], {}))),
         )
 
@@ -88,43 +97,9 @@ class SamplingParams:
         """
         return cls.from_request({name: params[name] for name in (*_NUMBERS, "logit_bias") if name in params})
 
-    @classmethod
-    def from_mapping(cls, mapping: Any) -> "SamplingParams":
-        """Build from what ``to_mapping`` wrote.
-
-        Raises:
-            ValueError: it is not a mapping with a temperature, or has an unknown name or an invalid value.
-        """
-        if not isinstance(mapping, Mapping) or "temperature" not in mapping:
-            raise ValueError(f"{mapping!r} is no mapping with a temperature")
-        unknown = sorted(map(str, mapping.keys() - {field.name for field in fields(cls)}))
-        if unknown:
-            raise ValueError(f"{unknown[0]} is none of {', '.join(field.name for field in fields(cls))}")
-        for name in _NUMBERS & mapping.keys():
-            value = mapping[name]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{name} is {value!r}, not a finite number")
-        if mapping["temperature"] < 0:
-            raise ValueError(f"temperature is {mapping['temperature']!r}; it must be 0 or more")
-        constraints = mapping.get("constraints") or ()
-        if isinstance(constraints, str) or not all(isinstance(name, str) for name in constraints):
-            raise ValueError(f"constraints is {constraints!r}, not a list of names")
-        try:
-            found = cls.from_request({name: value for name, value in mapping.items() if name != "constraints"})
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"logit_bias is {mapping.get('logit_bias')!r}, not a mapping of tokens to numbers"
-            ) from error
-        return cls(**{**asdict(found), "logit_bias": found.logit_bias, "constraints": tuple(sorted(constraints))})
-
     def to_mapping(self) -> dict[str, Any]:
         """Return the temperature and all values that differ from SGLang's defaults, as plain values for JSON."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        if self.logit_bias:
-            found["logit_bias"] = {str(token): value for token, value in self.logit_bias}
-        if self.constraints:
-            found["constraints"] = list(self.constraints)
-        return {"temperature": self.temperature, **found}
+        return msgspec.to_builtins(self, str_keys=True)
 
     def request(self) -> dict[str, float]:
         """Return the numeric parameters for a request, with defaults, so that no server-side default applies."""
@@ -146,8 +121,8 @@ class SamplingParams:
         return 1.0 if self.temperature < _GREEDY else self.temperature
 
 
-_NUMBERS = {field.name for field in fields(SamplingParams)} - {"logit_bias", "constraints"}
-_DEFAULT = SamplingParams()
+_NUMBERS = {*SamplingParams.__struct_fields__} - {"logit_bias", "constraints"}
+_DEFAULT = SamplingParams(1.0)
 
 Sampled = tuple[SamplingParams, ...] | None  # the distinct parameters of a sequence's trained spans; None: unknown
 

@@ -12,7 +12,8 @@ Guarantees:
 ``tokens``, ``masks`` and ``scores`` are required; a missing one counts as an empty list. Each optional per-token field
 (``FLOATS``) is an array if it has a number for every token. Otherwise it is *irregular* and kept as JSON: stock
 environments send ``advantages`` and ``ref_logprobs`` of other shapes, rows without logprobs, and null for a missing
-logprob; the trainer decides. The other fields (``FIELDS``) are JSON; unknown ones are ignored, as atroposlib does.
+logprob; the trainer decides. The other fields (``FIELDS``) are JSON; unknown ones are ignored, as atroposlib does, and
+so are keys of ``overrides`` and ``group_overrides`` that ``Overrides`` and ``GroupOverrides`` do not have.
 
 A record is ``ATG1``, the header's length (uint32), the header and the buffers, each padded to 8 bytes; all numbers are
 little-endian. The header names each buffer's dtype, one of ``_STORED``; its length follows from ``sequences`` or
@@ -24,12 +25,14 @@ sequences; without it, each is a trajectory of its own. A group's size is its nu
 
 import json
 import math
+import re
 import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -37,6 +40,7 @@ import orjson
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED
+from recipe.atropos.data.sampling import Sampled, SamplingParams
 
 FLOATS = ("inference_logprobs", "advantages", "ref_logprobs")  # one value per token
 FIELDS = (
@@ -53,11 +57,11 @@ _STORED = {
     **{"lengths": ("i4",), "tokens": ("i4", "i8"), "masks": ("bits", "i1", "i4", "i8"), "scores": ("f8",)},
     **dict.fromkeys(FLOATS, ("f4", "f8")),
 }  # the dtypes of each buffer, narrowest first
-_OF_A_MESSAGE = frozenset(("role", "content"))
 _MAGIC = b"ATG1"
 _PREFIX = struct.Struct("<4sI")
 _PADDING = tuple(bytes(n) for n in range(8))
 _INT64 = range(-(2**63), 2**63)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Header(msgspec.Struct):
@@ -70,6 +74,41 @@ class Header(msgspec.Struct):
     raw: dict[str, msgspec.Raw]
 
 
+class Message(msgspec.Struct):
+    """What every message has."""
+
+    role: Any
+    content: Any
+
+
+class Overrides(msgspec.Struct):
+    """What the recipe reads of a sequence's ``overrides``."""
+
+    set_advantage_to_zero: bool | Literal[0, 1] | None = None
+
+
+class GroupOverrides(Overrides):
+    """What the recipe reads of ``group_overrides``.
+
+    The lists have a value for each sequence, None for those that were not given: ``trajectory``, as the module says;
+    the oldest and the newest weight version among the trained tokens, unknown also where these lists are shorter; the
+    score before a reward bridge shaped it; the distinct parameters that sampled the trained tokens.
+    """
+
+    env_name: str | None = None
+    credit: str | None = None  # the rule that made the advantages
+    trajectory: list[int] | None = None
+    policy_version_min: list[int | None] | None = None
+    policy_version_max: list[int | None] | None = None
+    raw_scores: list[Annotated[float, msgspec.Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)] | bool] | None = None
+    sampling_params: list[Annotated[list[SamplingParams], msgspec.Meta(min_length=1)] | None] | None = None
+
+
+_TYPES = {
+    **dict.fromkeys((*FLOATS, *FIELDS), list),
+    **{"messages": list[list[Message]], "generation_params": dict, "images": Any},
+    **{"overrides": list[Overrides], "group_overrides": GroupOverrides},
+}
 _decode_header = msgspec.json.Decoder(Header).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -134,36 +173,96 @@ class ScoredGroup:
         for name in [name for name, column in self.floats.items() if not np.isfinite(column).all()]:
             for i, values in enumerate(self.cut(self.floats[name])):
                 require_finite(f"{name}[{i}]", values, Reason(f"nonfinite_{name}"))
-        for name in sorted(self.fields):
-            self._check_field(name)
+        for name in sorted(self.fields.keys() - {"overrides", "group_overrides"}):
+            self._decoded(name)
+        if "inference_logprobs" in self.fields:
+            self.by_sequence("inference_logprobs")
+        require_count("overrides", self.overrides, len(lengths))
+        self.declared_sampling()
         return self
 
-    def _check_field(self, name: str) -> None:
-        """Refuse a field that is not a list or mapping where ``ScoredData`` has one, or a message without its keys."""
-        if name not in (*FIELDS, *FLOATS):
+    def _decoded(self, name: str) -> Any:
+        """Return one of the other fields, which is given, as its type in ``_TYPES``."""
+        if name not in _TYPES:
             raise RefusedGroup(Reason.MALFORMED, f"a packed group has an unknown field {name!r}")
         try:
             value = self.field(name)
+            return msgspec.convert(value, _TYPES[name], str_keys=True)
         except orjson.JSONDecodeError as error:
             raise RefusedGroup(Reason.MALFORMED, f"{name} is not JSON: {error}") from error
-        expected: type = dict if name in ("generation_params", "group_overrides") else list
-        if name != "images" and not isinstance(value, expected):
-            raise RefusedGroup(Reason.MALFORMED, f"{name} is {str(value)[:80]}, not a {expected.__name__}")
-        if name == "inference_logprobs":
-            self.by_sequence(name)
-        elif name == "overrides" and value:
-            require_count(name, value, len(self.lengths))
-            _require_mappings(name, value)
-        elif name == "group_overrides":
-            _require_trajectories(value, self.scores.tolist())
-        elif name == "messages":
-            for i, conversation in enumerate(value):
-                _require_mappings(f"messages[{i}]", conversation, _OF_A_MESSAGE)
+        except msgspec.ValidationError as error:
+            what, _, path = str(error).partition(" - at ")
+            path = path.rpartition("$")[2].rstrip("`")
+            for key in re.findall(r"\w+", path):
+                value = value[int(key) if isinstance(value, list) else key]
+            raise RefusedGroup(Reason.MALFORMED, f"{name}{path} is {str([value])[1:-1]:.80}: {what}") from error
+
+    @cached_property
+    def overrides(self) -> list[Overrides]:
+        """What the recipe reads of ``overrides``, for each sequence.
+
+        Raises:
+            RefusedGroup: it has another type.
+        """
+        return (self._decoded("overrides") if "overrides" in self.fields else []) or [Overrides()] * len(self.lengths)
+
+    @cached_property
+    def group_overrides(self) -> GroupOverrides:
+        """What the recipe reads of ``group_overrides``. A group of an earlier version's store is checked here, too.
+
+        Raises:
+            RefusedGroup: it has another type, lists of other lengths, or values that contradict each other.
+        """
+        found = self._decoded("group_overrides") if "group_overrides" in self.fields else GroupOverrides()
+        numbers, sequences, unknown = found.trajectory or (), len(self.lengths), [None] * len(self.lengths)
+        for name in ("trajectory", "raw_scores", "sampling_params", "policy_version_min", "policy_version_max"):
+            values = getattr(found, name)
+            if values is None:
+                setattr(found, name, unknown)
+            elif name.startswith("policy_version"):
+                values += unknown[len(values) :]
+            elif len(values) != sequences:
+                raise RefusedGroup(
+                    Reason.MALFORMED, f"{name} is {str(values)[:80]}, not a list over {sequences} sequences"
+                )
+        for i, (oldest, newest) in enumerate(zip(found.policy_version_min, found.policy_version_max, strict=False)):
+            if None not in (oldest, newest) and oldest > newest:
+                raise RefusedGroup(
+                    Reason.MALFORMED, f"policy_version_min[{i}] is {oldest}, policy_version_max[{i}] only {newest}"
+                )
+        for name, scores in (("scores", self.scores.tolist()), ("raw_scores", found.raw_scores)):
+            first: dict[int, float] = {}
+            for number, score in zip(numbers, scores, strict=False):
+                if first.setdefault(number, score) != score:
+                    raise RefusedGroup(
+                        Reason.MALFORMED, f"trajectory {number} has {name} {first[number]} and {score}; give all one"
+                    )
+        return found
+
+    def declared_sampling(self) -> Sampled:
+        """Return the parameters of sequences without ``sampling_params``: what ``generation_params`` declares, if that
+        has a temperature.
+
+        Raises:
+            RefusedGroup: there is such a sequence, and ``generation_params`` is malformed.
+        """
+        declared = self.field("generation_params") if None in self.group_overrides.sampling_params else None
+        try:
+            known = declared is not None and declared.get("temperature") is not None
+            return (SamplingParams.from_declaration(declared),) if known else None
+        except (TypeError, ValueError) as error:
+            raise RefusedGroup(Reason.MALFORMED, f"generation_params: {error}") from error
 
     @property
     def trajectories(self) -> int:
         """The group's size: its number of trajectories."""
-        return len(set(trajectory_numbers(self.field("group_overrides") or {}, len(self.lengths))))
+        numbers = self.group_overrides.trajectory
+        return len(numbers) if None in numbers else len(set(numbers))
+
+    @cached_property
+    def record(self) -> bytes | memoryview:
+        """The packed group; what an unpacked one was read from, as it is."""
+        return self.pack()
 
     @property
     def irregular(self) -> tuple[str, ...]:
@@ -322,39 +421,9 @@ def _require_tokens(lengths: np.ndarray) -> None:
         )
 
 
-def _require_mappings(name: str, values: Any, keys: frozenset[str] = frozenset()) -> None:
-    if not isinstance(values, list):
-        raise RefusedGroup(Reason.MALFORMED, f"{name} is {str(values)[:80]}, not a list of mappings")
-    for i, value in enumerate(values):
-        if not isinstance(value, dict) or not keys <= value.keys():
-            lacking = f" with {' and '.join(sorted(keys))}" if keys else ""
-            raise RefusedGroup(Reason.MALFORMED, f"{name}[{i}] is {str(value)[:80]}, not a mapping{lacking}")
-
-
 def trajectory_numbers(group_overrides: Mapping[str, Any], sequences: int) -> list[int]:
     """Return the number of each sequence's trajectory in a group."""
     return group_overrides.get("trajectory") or list(range(sequences))
-
-
-def _require_trajectories(overrides: Mapping[str, Any], scores: Sequence[float]) -> None:
-    """Refuse ``trajectory`` if it is not a whole number for each sequence, or rows of one have unequal scores."""
-    numbers, raw = overrides.get("trajectory"), overrides.get("raw_scores")
-    if numbers is None:
-        return
-    if not isinstance(numbers, list) or len(numbers) != len(scores) or any(type(n) is not int for n in numbers):
-        raise RefusedGroup(
-            Reason.MALFORMED,
-            f"trajectory is {str(numbers)[:80]}, not a whole number for each of {len(scores)} sequences",
-        )
-    first: dict[int, int] = {}
-    for name, values in (("scores", scores), ("raw_scores", raw)):
-        for i, number in enumerate(numbers if isinstance(values, list) and len(values) == len(numbers) else ()):
-            at = first.setdefault(number, i)
-            if values[at] != values[i]:
-                raise RefusedGroup(
-                    Reason.MALFORMED,
-                    f"trajectory {number} has {name} {str(values[at])[:20]} and {str(values[i])[:20]}; give all one",
-                )
 
 
 def _require_finite_scores(scores: Sequence[Any]) -> None:
@@ -421,7 +490,7 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
     if header.buffers["masks"] == "bits":
         chosen = np.unpackbits(arrays["masks"], count=header.tokens).view(bool)
         arrays["masks"] = np.where(chosen, arrays["tokens"], arrays["tokens"].dtype.type(IGNORED))
-    return ScoredGroup(
+    group = ScoredGroup(
         arrays["lengths"],
         arrays["tokens"],
         arrays["masks"],
@@ -430,3 +499,5 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
         {name: bytes(value) for name, value in header.raw.items()},
         header.env_id,
     )
+    group.record = record
+    return group

@@ -430,7 +430,7 @@ class Session:
             as_ids(record.reply.tokens),
             np.array(record.reply.logprobs),
             record.versions,
-            SamplingParams.from_mapping(record.sampling),
+            msgspec.convert(record.sampling, SamplingParams, str_keys=True),
             [*record.messages, record.reply.message()],
             record.basis,
             record.text,

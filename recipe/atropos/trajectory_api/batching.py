@@ -17,13 +17,13 @@ Guarantees:
   open; if nothing follows, also if the environment whose turn it is asks for more than its room. Never because nobody
   asks. So a batch depends on the order alone, not on how long groups take, and has at least ``batch_size`` minus the
   largest group plus 1.
-- **Turns** (``turn``) by weighted fair queueing (WF2Q+ of Bennett and Zhang, 1997; in stride scheduling, whoever is
-  behind can be so by a group of every other). The present advances by the sequences added to the order; an
+- **Turns** (``turn``) by weighted fair queueing (WF2Q+ of Bennett and Zhang, 1997; in stride scheduling, the
+  deficit of one can be a group of every other). The present advances by the sequences added to the order; an
   environment's time advances by what it adds, divided by its share. Of those that are not ahead of the present, the one
   whose next group would end first is next. A ticket that ends without a group, or with a smaller one, is refunded.
   Whoever returns starts at the present. So among environments that always ask, each is ahead of its present share by
-  at most one group, and behind by at most one batch. The share is the allocation and the weight's part of what is not
-  allocated; so an allocation is a floor over consecutive batches, not in each.
+  at most one group, and has a deficit of at most one batch. The share is the allocation and the weight's part of what
+  is not allocated; so an allocation is a floor over consecutive batches, not in each.
 - **Groups without a ticket** wait in the order of their arrival, and enter the order at their environment's turn.
 - The cost of a change depends on what is in the order, some batches, and not on what waits.
 

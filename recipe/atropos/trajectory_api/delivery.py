@@ -7,7 +7,7 @@ Guarantees:
 - One trainer at a time: each registration gets an epoch of its own, and requests of an older one are refused. One that
   fails changes nothing.
 - The groups of a committed batch are never queued again; those that are, return to their place in the queue.
-- A stock trainer's batches are full, also after a trainer that numbers them.
+- A stock trainer's batches are full, also after a trainer that uses numbered batches.
 - A stock trainer's next ``GET /batch`` acknowledges the batch before, unless that one's answer was not written whole.
 """
 
@@ -34,7 +34,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
     """Register a trainer; the former one is refused from now on.
 
     Raises:
-        RequestRefused: 409, a trainer that numbers batches is live, and this one does not number; or the batch
+        RequestRefused: 409, a trainer that uses numbered batches is live, and this one does not; or the batch
             size differs from that of committed batches. 410, batches after ``after`` were deleted.
     """
     if message.batch_size < 1:
@@ -63,7 +63,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
 def _requeue_after(service: Service, message: Registration, base: int, last: int) -> int | None:
     """Return the number of the batch after which all are queued again; None if none is.
 
-    For another batch size, and for a stock trainer after one that numbers batches, whose batches may not be full.
+    For another batch size, and for a stock trainer after one that uses numbered batches, whose batches may not be full.
     """
     size, fits = service.queue.batch_size, service.queue.exact or message.after is not None
     if size is None or (size == message.batch_size and fits and base >= service.resized) or base >= last:
@@ -97,8 +97,8 @@ async def _replace(
         resized=resized,
     )
     if groups:
-        logger.info("batches %d to %d are dissolved: %d groups are queued again", last + 1, service.last, len(groups))
-        service.count("dissolved", len(groups))
+        logger.info("batches %d to %d are requeued: %d groups", last + 1, service.last, len(groups))
+        service.count("requeued", len(groups))
     service.epoch, service.last, service.cursor, service.committed = epoch, last, cursor, committed
     service.served, service.resized, service.delivered = base, resized, True
     service.trainer = Trainer(message, base, base, time.monotonic())
@@ -218,10 +218,10 @@ async def _stored(service: Service, seconds: float) -> bool:
 
 
 async def stock_batch(service: Service) -> int | None:
-    """Return the number of the batch for a trainer that does not number: the next, or again one that was not written.
+    """Return the number of the batch for a trainer that uses no numbers: the next, or again one that was not written.
 
     Raises:
-        RequestRefused: 409, a trainer that numbers batches is live.
+        RequestRefused: 409, a trainer that uses numbered batches is live.
     """
     _refuse_while_live(service, "ask for batches by number, with its epoch")
     trainer = _poll_trainer(service, None)
@@ -296,7 +296,7 @@ async def reset(service: Service) -> str:
     """Take all groups out of the run; their records stay in the store.
 
     Raises:
-        RequestRefused: 409, a trainer that numbers batches is live.
+        RequestRefused: 409, a trainer that uses numbered batches is live.
     """
     async with service.registering:
         _refuse_while_live(service, "stop it first")

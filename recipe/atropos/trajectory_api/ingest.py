@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, wire
 from recipe.atropos.trajectory_api.batching import Ask, Entry
 from recipe.atropos.trajectory_api.endpoints import (
@@ -30,7 +31,7 @@ from recipe.atropos.trajectory_api.endpoints import (
     endpoint,
 )
 from recipe.atropos.trajectory_api.environments import Environment, one_line
-from recipe.atropos.trajectory_api.parsing import Parsed, environments_of, parse_json, parse_packed
+from recipe.atropos.trajectory_api.parsing import environments_of, parse_json, parse_packed
 from recipe.atropos.trajectory_api.service import AHEAD, Service
 
 _LONGEST_WAIT = 30.0  # s, of a long poll; an environment that is not seen for longer counts as gone
@@ -166,7 +167,7 @@ async def scored_data(service: Service, body: bytes, caller: Caller) -> dict[str
     return {"status": "received", **({"groups_processed": len(groups)} if several else {})}
 
 
-def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: int | None) -> list[Parsed]:
+def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: int | None) -> list[ScoredGroup]:
     """Return a post's groups.
 
     Raises:
@@ -191,12 +192,12 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
-def _check_size(service: Service, group: Parsed) -> None:
+def _check_size(service: Service, group: ScoredGroup) -> None:
     batch_size, sequences = service.queue.batch_size, group.trajectories
-    if service.queue.exact and group.sequences > sequences:
+    if service.queue.exact and len(group.lengths) > sequences:
         raise RefusedGroup(
             Reason.DOES_NOT_FILL_BATCH,
-            f"{group.sequences} sequences are rows of {sequences} trajectories: a trainer that does not ask for "
+            f"{len(group.lengths)} sequences are rows of {sequences} trajectories: a trainer that does not ask for "
             "batches by number takes every sequence for a trajectory; post one row of each",
         )
     if service.queue.takes(sequences):
@@ -212,7 +213,7 @@ def _check_size(service: Service, group: Parsed) -> None:
     )
 
 
-async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, key: str | None) -> None:
+async def post(service: Service, groups: Sequence[ScoredGroup], ticket: int | None, key: str | None) -> None:
     """Store groups, in the ticket's place, or in the order of arrival if it has none or has ended.
 
     Raises:
@@ -231,7 +232,7 @@ async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, k
         service.note_seconds(timed)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     entries = [
-        Entry(number, group.env_id, group.trajectories, group.tokens, id, due)
+        Entry(number, group.env_id, group.trajectories, len(group.tokens), id, due)
         for id, group in enumerate(groups, service.next_id)
     ]
     service.next_id += len(groups)
@@ -245,7 +246,7 @@ async def post(service: Service, groups: Sequence[Parsed], ticket: int | None, k
 
 async def _index(
     service: Service,
-    groups: Sequence[Parsed],
+    groups: Sequence[ScoredGroup],
     entries: Sequence[Entry],
     begun: Entry | None,
     key: str | None,
@@ -279,7 +280,7 @@ async def _index(
         if environment is not None:
             environment.failed = 0
         for name in group.irregular:
-            service.count(f"odd/{name}", 1, environment)
+            service.count(f"irregular_fields/{name}", 1, environment)
     service.changed()
 
 

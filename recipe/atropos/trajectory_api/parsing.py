@@ -1,4 +1,4 @@
-"""Bodies of ``POST /scored_data`` into records to store.
+"""Bodies of ``POST /scored_data`` into groups to store.
 
 Guarantees:
 
@@ -7,7 +7,6 @@ Guarantees:
 """
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,33 +22,11 @@ _OPEN = ord("[")
 _parser = simdjson.Parser()
 
 
-@dataclass(frozen=True)
-class Parsed:
-    """A checked group to be stored. ``irregular`` names its fields of an unusual shape, which are counted.
-
-    Its size is ``trajectories``; ``sequences`` is the number of their rows.
-    """
-
-    record: bytes
-    env_id: int | None
-    trajectories: int
-    tokens: int
-    irregular: tuple[str, ...] = ()
-    sequences: int = 0
-
-    @classmethod
-    def of(cls, group: ScoredGroup, record: bytes | None = None) -> "Parsed":
-        """Return a group's record, which is ``record`` if it came packed."""
-        stored = group.pack() if record is None else record
-        sizes = len(group.tokens), group.irregular, len(group.lengths)
-        return cls(stored, group.env_id, group.trajectories, *sizes)
-
-
 class _Unusual(ValueError):  # noqa: N818  (not an error: ``from_mapping`` decides)
     """The fast path does not handle this body."""
 
 
-def parse_json(body: bytes, several: bool) -> list[Parsed]:
+def parse_json(body: bytes, several: bool) -> list[ScoredGroup]:
     """Return the groups of a JSON body; ``several``: it is a list.
 
     Raises:
@@ -60,19 +37,19 @@ def parse_json(body: bytes, several: bool) -> list[Parsed]:
     except (TypeError, ValueError, RuntimeError):  # simdjson's, and ``_Unusual``
         groups = _load(body)
     else:
-        return [Parsed.of(group.checked()) for group in fast]
+        return [group.checked() for group in fast]
     if isinstance(groups, list) != several:
         raise RefusedGroup(Reason.MALFORMED, "the body must be " + ("a list of groups" if several else "one group"))
-    return [Parsed.of(ScoredGroup.from_mapping(group)) for group in (groups if several else [groups])]
+    return [ScoredGroup.from_mapping(group) for group in (groups if several else [groups])]
 
 
-def parse_packed(body: bytes) -> list[Parsed]:
+def parse_packed(body: bytes) -> list[ScoredGroup]:
     """Return the groups of a packed message, whose records are stored as they are.
 
     Raises:
         RefusedGroup: as ``parse_json``.
     """
-    return [Parsed.of(unpack(record).checked(), bytes(record)) for record in split(body)]
+    return [unpack(record).checked() for record in split(body)]
 
 
 def environments_of(body: bytes, packed: bool) -> list[int | None]:

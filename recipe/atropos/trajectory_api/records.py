@@ -16,7 +16,6 @@ import orjson
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import Entry
-from recipe.atropos.trajectory_api.parsing import Parsed
 from recipe.atropos.trajectory_api.store import DATABASE, Store, TrajectoryStoreError, named_errors
 from recipe.atropos.utils.files import disk_errors
 
@@ -96,14 +95,14 @@ def import_(data_dir: Path, file: Path) -> None:
             for batches, line in enumerate(lines, start=1):
                 try:
                     batch = orjson.loads(line)
-                    groups = [Parsed.of(ScoredGroup.from_mapping(group)) for group in batch["batch"]]
+                    groups = [ScoredGroup.from_mapping(group) for group in batch["batch"]]
                     number = int(batch["number"])
                 except (ValueError, KeyError, TypeError) as error:  # RefusedGroup is a ValueError
                     raise TrajectoryStoreError(
                         f"{file}, line {batches}: it is not an exported batch ({error})"
                     ) from error
                 entries = [
-                    Entry(id, group.env_id, group.trajectories, group.tokens, id)
+                    Entry(id, group.env_id, group.trajectories, len(group.tokens), id)
                     for group, id in zip(groups, ids, strict=False)
                 ]
                 database.append(connection, entries, [group.record for group in groups])

@@ -197,7 +197,7 @@ class Service:
         self.changed()
 
     def _bound(self) -> int | None:
-        """Return the number of the last batch that may hold what is begun now; None without a staleness bound."""
+        """Return the number of the last batch that may contain a group begun now; None without a staleness bound."""
         trainer = self.trainer
         if trainer is None or trainer.registration.max_staleness is None:
             return None

@@ -404,7 +404,7 @@ def test_numbers_of_every_library_become_plain_ones():
         (
             {"messages": [[{"role": "user"}]] * 2},
             "malformed",
-            r"messages\[0\]\[0\] is .*, not a mapping with content and role",
+            r"messages\[0\]\[0\] is {'role': 'user'}: Object missing required field `content`",
         ),
         ({"images": [object(), None]}, "malformed", "not JSON serializable: object"),
     ],

@@ -295,7 +295,7 @@ def test_distillation_fields_may_be_empty():
             "nonfinite_inference_logprobs",
             "inference_logprobs[0] is -inf at position 3",
         ),
-        ({"overrides": [True, {}]}, "malformed", "overrides[0] is True, not a mapping"),
+        ({"overrides": [True, {}]}, "malformed", "overrides[0] is True: Expected `object`"),
         ({"scores": [1e39, 0.0]}, "nonfinite_scores", "score 0 is 1e+39"),
         (teacher([0, 0, 1, 2]), "malformed", "distill_token_ids[0] is not a list of lists"),
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),

@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -53,32 +54,32 @@ def test_sampling_check_has_the_keys_of_the_configuration():
 def test_sampling_parameters_of_a_request_are_sglangs_defaults():
     neutral = {"frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0}
     expected = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0} | neutral
-    assert SamplingParams().request() == expected
+    assert SamplingParams(1.0).request() == expected
 
 
 @pytest.mark.parametrize(
     ("request_params", "expected", "kinds"),
     [
-        ({}, SamplingParams(), ""),
+        ({}, SamplingParams(1.0), ""),
         (
             {"temperature": 1, "top_p": 1.0, "top_k": -1, "stop": ["x"], "max_new_tokens": 9, "n": 4},
-            SamplingParams(),
+            SamplingParams(1.0),
             "",
         ),
-        ({"temperature": None, "top_k": 1 << 30, "regex": ""}, SamplingParams(top_k=1 << 30), ""),
+        ({"temperature": None, "top_k": 1 << 30, "regex": ""}, SamplingParams(1.0, top_k=1 << 30), ""),
         ({"temperature": 0.7}, SamplingParams(temperature=0.7), ""),
         ({"temperature": 0}, SamplingParams(temperature=0.0), "truncated"),
-        ({"top_p": 0.9}, SamplingParams(top_p=0.9), "truncated"),
-        ({"top_k": 5}, SamplingParams(top_k=5), "truncated"),
-        ({"top_k": 0}, SamplingParams(top_k=0), ""),
-        pytest.param({"top_k": 1}, SamplingParams(top_k=1), "truncated", id="survivors-top_k-of-1"),
-        ({"min_p": 0.1}, SamplingParams(min_p=0.1), "truncated"),
-        ({"frequency_penalty": 0.5}, SamplingParams(frequency_penalty=0.5), "penalized"),
-        ({"presence_penalty": -0.5}, SamplingParams(presence_penalty=-0.5), "penalized"),
-        ({"repetition_penalty": 1.1}, SamplingParams(repetition_penalty=1.1), "penalized"),
-        ({"min_new_tokens": 3}, SamplingParams(min_new_tokens=3), "penalized"),
-        ({"logit_bias": {"5": 2, "3": -1.5}}, SamplingParams(logit_bias=((3, -1.5), (5, 2.0))), "penalized"),
-        ({"regex": "a+", "watermark": True}, SamplingParams(constraints=("regex", "watermark")), "penalized"),
+        ({"top_p": 0.9}, SamplingParams(1.0, top_p=0.9), "truncated"),
+        ({"top_k": 5}, SamplingParams(1.0, top_k=5), "truncated"),
+        ({"top_k": 0}, SamplingParams(1.0, top_k=0), ""),
+        pytest.param({"top_k": 1}, SamplingParams(1.0, top_k=1), "truncated", id="survivors-top_k-of-1"),
+        ({"min_p": 0.1}, SamplingParams(1.0, min_p=0.1), "truncated"),
+        ({"frequency_penalty": 0.5}, SamplingParams(1.0, frequency_penalty=0.5), "penalized"),
+        ({"presence_penalty": -0.5}, SamplingParams(1.0, presence_penalty=-0.5), "penalized"),
+        ({"repetition_penalty": 1.1}, SamplingParams(1.0, repetition_penalty=1.1), "penalized"),
+        ({"min_new_tokens": 3}, SamplingParams(1.0, min_new_tokens=3), "penalized"),
+        ({"logit_bias": {"5": 2, "3": -1.5}}, SamplingParams(1.0, logit_bias={3: -1.5, 5: 2.0}), "penalized"),
+        ({"regex": "a+", "watermark": True}, SamplingParams(1.0, constraints=("regex", "watermark")), "penalized"),
     ],
 )
 def test_sampling_parameters_of_a_request(request_params, expected, kinds):
@@ -86,7 +87,8 @@ def test_sampling_parameters_of_a_request(request_params, expected, kinds):
     params = SamplingParams.from_request(request_params)
     assert params == expected
     assert (params.truncated, params.penalized) == ("truncated" in kinds, "penalized" in kinds)
-    assert SamplingParams.from_mapping(json.loads(json.dumps(params.to_mapping()))) == params
+    travelled = msgspec.json.decode(json.dumps(params.to_mapping()), type=SamplingParams)
+    assert travelled == params and hash(travelled) == hash(params)
 
 
 def test_sampling_of_each_trained_span_is_stamped_once(tmp_path):
@@ -121,27 +123,37 @@ def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
     assert [row.sampling for row in rows] == [declared] * 3 + [None] * 3
     group["group_overrides"] = {"sampling_params": [None, [{"temperature": 1.0}], None]}
     rows, _ = read_groups([group], LIMITS)
-    assert [row.sampling for row in rows] == [declared, (SamplingParams(),), declared]
+    assert [row.sampling for row in rows] == [declared, (SamplingParams(1.0),), declared]
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ([[{"temperature": 1.0}]], "not a list over 3 sequences"),
-        ({"temperature": 1.0}, "not a list over 3 sequences"),
-        ([{"temperature": 1.0}] * 3, "sampling_params[0]: {'temperature': 1.0} is no list of mappings"),
-        (["hot"] * 3, "sampling_params[0]: 'hot' is no list of mappings"),
-        ([[]] * 3, "sampling_params[0]: [] is no list of mappings"),
-        ([[{"top_p": 1.0}]] * 3, "no mapping with a temperature"),
-        ([[{"temperature": "hot"}]] * 3, "temperature is 'hot'"),
-        ([[{"temperature": -1}]] * 3, "temperature is -1"),
+        ({"temperature": 1.0}, "sampling_params is {'temperature': 1.0}: Expected `array"),
+        ([{"temperature": 1.0}] * 3, "group_overrides.sampling_params[0] is {'temperature': 1.0}: Expected `array"),
+        (["hot"] * 3, "group_overrides.sampling_params[0] is 'hot': Expected `array"),
+        ([[]] * 3, "group_overrides.sampling_params[0] is []: Expected `array` of length >= 1"),
+        (
+            [[{"top_p": 1.0}]] * 3,
+            "group_overrides.sampling_params[0][0] is {'top_p': 1.0}: Object missing required field `temperature`",
+        ),
+        ([[{"temperature": "hot"}]] * 3, "[0].temperature is 'hot': Expected `float`"),
+        ([[{"temperature": -1}]] * 3, "[0].temperature is -1: Expected `float` >= 0.0"),
         ([[{"temperature": math.nan}]] * 3, "group_overrides has no JSON form"),
-        ([[{"temperature": 1, "topp": 1}]] * 3, "topp is none of"),
-        ([[{"temperature": 1, "logit_bias": 3}]] * 3, "logit_bias is 3"),
-        ([[{"temperature": 1, "constraints": "a"}]] * 3, "constraints is 'a'"),
+        (
+            [[{"temperature": 1, "topp": 1}]] * 3,
+            "[0] is {'temperature': 1, 'topp': 1}: Object contains unknown field `topp`",
+        ),
+        ([[{"temperature": 1, "logit_bias": 3}]] * 3, "logit_bias is 3: Expected `object`"),
+        ([[{"temperature": 1, "constraints": "a"}]] * 3, "constraints is 'a': Expected `array`"),
+        ([[{"temperature": 1, "logit_bias": {"x": 1}}]] * 3, "logit_bias is {'x': 1}: Expected `int`, got `str`"),
+        ([[{"temperature": True}]] * 3, "Expected `float`, got `bool`"),
+        ([[{"temperature": 1, "top_k": 5.5}]] * 3, "that's a multiple of 1.0"),
+        ([[{"temperature": 1, "top_k": True}]] * 3, "Expected `int | float`, got `bool`"),
         (None, "generation_params"),
     ],
-    ids=range(13),
+    ids=range(17),
 )
 def test_sampling_parameters_that_are_malformed_are_refused(given, words):
     declared = {"temperature": "hot"} if given is None else None
@@ -149,6 +161,14 @@ def test_sampling_parameters_that_are_malformed_are_refused(given, words):
     rows, report = read_groups([group], LIMITS)
     assert not rows and report.dropped == {"malformed": 3}
     assert words in report.messages[0]
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    """As JSON from other languages has them."""
+    [row] = read_groups(
+        [three_rows(group_overrides={"sampling_params": [[{"temperature": 1, "top_k": 50.0}]] * 3})], LIMITS
+    )[0][:1]
+    assert row.sampling == (SamplingParams(1.0, top_k=50),) and row.sampling[0].truncated
 
 
 def at(*temperatures, **others):

@@ -14,7 +14,7 @@ from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
 from recipe.atropos.trajectory_api.service import FORGET_SECONDS
 
 
-async def test_no_batch_is_cut_while_others_are_dissolved(service):
+async def test_no_batch_is_cut_while_others_are_requeued(service):
     await delivery.register(service, registration(8, after=0))
     await post(service, *range(8))
     assert [await delivery.numbered_batch(service, after, 0, None) for after in range(3)] == [1, 2, 3]

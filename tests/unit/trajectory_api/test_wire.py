@@ -81,7 +81,7 @@ def test_what_was_posted_is_handed_out(group):
         {key: value for key, value in handed.items() if value is not None},
         {key: value for key, value in group.items() if value is not None},
     )
-    assert (parsed.sequences, parsed.tokens) == (len(group["tokens"]), sum(map(len, group["tokens"])))
+    assert (len(parsed.lengths), len(parsed.tokens)) == (len(group["tokens"]), sum(map(len, group["tokens"])))
     arrays = unpack(parsed.record)
     for name, column in {"tokens": arrays.tokens, "masks": arrays.masks, **arrays.floats}.items():
         assert [row.tolist() for row in arrays.cut(column)] == handed[name]
@@ -116,11 +116,11 @@ def readable(accepted):
         group, plain = unpack(parsed.record), json.loads(unpack(parsed.record).to_json())
         for name in FLOATS:
             assert (name in group.floats or name in group.fields) == (plain[name] is not None)
-        assert len(group.by_sequence("inference_logprobs")) == parsed.sequences
+        assert len(group.by_sequence("inference_logprobs")) == len(parsed.lengths)
         for name, column in {"tokens": group.tokens, "masks": group.masks}.items():
             assert [row.tolist() for row in group.cut(column)] == plain[name]
             assert all(type(value) is int for row in plain[name] for value in row)
-        assert len(group.scores) == len(plain["scores"]) == len(group.lengths) == parsed.sequences
+        assert len(group.scores) == len(plain["scores"]) == len(group.lengths) == len(parsed.lengths)
 
 
 @settings(max_examples=500)
