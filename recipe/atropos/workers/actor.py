@@ -28,12 +28,12 @@ from ray.util.placement_group import (
 )
 
 from recipe.atropos.algorithm.losses import DistillationConfig
-from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
+from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor, without_padding
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.utils.hosts import cluster_address
 from recipe.atropos.utils.private_process import is_loopback
-from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
+from recipe.atropos.verl_ext.batch import DataProto, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_name
 from recipe.atropos.verl_ext.ranks import (
@@ -202,7 +202,7 @@ class ActorGroup(LimitedWorkerGroup):
 
 
 def _without_padding(batch: DataProto, **options: bool) -> Any:
-    data = left_right_2_no_padding(_select(batch, _FORWARD_KEYS).to_tensordict())
+    data = without_padding(_select(batch, _FORWARD_KEYS))
     tu.assign_non_tensor(data, compute_loss=False, **options)
     return data
 
