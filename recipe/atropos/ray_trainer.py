@@ -238,9 +238,9 @@ class RayGRPOAtroposTrainer:
 
     def _check_sampling(self, batch: DataProto) -> None:
         """Count rows sampled differently from what the trainer computes; add ``row_temperature``, (B,), if needed."""
-        columns = real_rows(batch).non_tensor_batch
-        names = map(environment_name, columns["env_name"], columns["env_id"])
-        self.metrics |= self.sampling_check.metrics(columns["sampling"].tolist(), list(names))
+        columns, real = batch.non_tensor_batch, ~batch.non_tensor_batch["is_padding"]
+        names = map(environment_name, columns["env_name"][real], columns["env_id"][real])
+        self.metrics |= self.sampling_check.metrics(columns["sampling"][real].tolist(), list(names))
         temperatures = self.sampling_check.temperatures(batch.non_tensor_batch["sampling"].tolist())
         if temperatures is not None:
             batch.batch["row_temperature"] = torch.from_numpy(temperatures)
