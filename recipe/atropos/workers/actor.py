@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections import ChainMap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -194,8 +195,12 @@ class ActorGroup(LimitedWorkerGroup):
         """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""
         return dict(ChainMap(*self.save_checkpoint(str(folder / "actor"), None, step)))
 
-    def update(self, batch: DataProto) -> dict[str, Any]:
-        """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``."""
+    def update(self, batch: DataProto, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``.
+
+        ``meanwhile`` is called while the ranks are at work.
+        """
+        self.meanwhile.append(meanwhile)
         mini_batches = batch.meta_info.get("mini_batches", 1)
         chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
         return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())
