@@ -4,14 +4,19 @@ A step is 1,024 sequences of 16,384 tokens, in groups of 8 by 64 environments, h
 server, the others from the gateway as ``BaseEnv`` does; a policy of 7B then takes as long to train as to sample.
 
 Real: Trajectory API, gateway and session server in processes of their own; the environments' requests and posts, all in
-one process; the data source, the conversion to a DataProto, and the calls around a push of weights, in this one. All
-payloads have their real size. Simulated: the servers, which answer at once, in one process; so the clock is virtual
-where a step only waits for tokens: it takes sequences * tokens / (servers * 2,000 tokens a second).
+one process; the data source, ``fit_step`` of the trainer and the calls around a push of weights, in this one. All
+payloads have their real size. Simulated: the trainer's ranks, and the servers, which answer at once, in one process; so
+the clock is virtual where a step only waits for tokens: it takes sequences * tokens / (servers * 2,000 tokens a
+second).
 
 - CPU seconds of each part for a step, to be set against its length: the three services have a thread each.
 - idle: the seconds in which GPUs wait for the recipe. They go by while the last group passes through gateway,
-  environment, Trajectory API and data source and the batch is converted, all else being there already, and during the
-  calls of a push, in which nothing is sent. Generation that goes on meanwhile (``max_staleness``) is not deducted.
+  environment, Trajectory API and data source, all else being there already; in all that the driver does before, between
+  and after the ranks' calls, which are the trainer's own steps on ranks that answer at once: conversion, layout and
+  checks; what the ranks are sent for logprobs, through Ray, and their reply; comparison with the engine, correction and
+  advantages; what they are sent for the update; the last metrics; and during the calls of a push, in which nothing is
+  sent. Rollouts' text and rows' metrics are made while the ranks update ("hidden"). Generation that goes on meanwhile
+  (``max_staleness``) is not deducted.
 
 Target: 64 servers idle for at most 3% of a step. The step of ``--quick`` is too short to be judged by it.
 """
@@ -19,6 +24,8 @@ Target: 64 servers idle for at most 3% of a step. The step of ``--quick`` is too
 import argparse
 import asyncio
 import json
+import logging
+import math
 import os
 import sys
 import tempfile
@@ -33,30 +40,46 @@ from typing import Any
 import aiohttp
 import orjson
 import psutil
+import ray
+import torch
 from aiohttp import web
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from transformers import AutoTokenizer
 
-from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import IGNORED, RowLimits
+from recipe.atropos.config.compose import compose_config
+from recipe.atropos.data.rows import IGNORED
 from recipe.atropos.demo.small_policy import ensure_small_policy
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient, gateway_command
+from recipe.atropos.main import fill_in, ray_options
+from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.sessions.client import SessionClient, scored_group
 from recipe.atropos.sources.numbered import DataSource, DataSourceConfig
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.trajectory_api.endpoints import Registration
+from recipe.atropos.utils.gpus import decide_device, platform_variables
+from recipe.atropos.utils.local_ray import start_ray
 from recipe.atropos.utils.process import Service, free_port, start_service, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
+from recipe.atropos.verl_ext.batch import tensordict_utils as tu
+from recipe.atropos.verl_ext.worker import make_nd_compute_dataproto_dispatch_fn
 from recipe.atropos.weight_sync.fleet import ServerFleet
 from recipe.atropos.weight_sync.push import push
 from recipe.atropos.weight_sync.servers import on_all
+from recipe.atropos.workers.actor import ActorGroup
 
 KEY = "trainer"
 RATE = 2_000  # tokens a second of a server
 ENVIRONMENTS, GROUP_SIZE, PROMPT = 64, 8, 64  # the prompt in tokens
+RANKS = 8  # of the policy's training
 AT_ONCE = 64  # requests of the environments
 READY, START_SECONDS = "ready", 120.0  # what the environments print, and when it must be there
 VOCABULARY = 300  # of the small policy at least
 SHARE = 0.03  # of a step, in which GPUs may be idle
+# What they wait for: the last group, conversion and layout, what goes to the ranks and back, all else that the driver
+# computes, and the calls of a push.
+IDLE = ("last_group", "convert", "ray", "compute", "push")
 
 
 @dataclass(frozen=True)
@@ -212,6 +235,127 @@ class Environments:
         return scored_group(await asyncio.gather(*(one(number) for number in range(GROUP_SIZE))), "e")
 
 
+# ---------------------------------------------------------------- the driver
+
+
+class Ranks(ActorGroup):
+    """In the place of the ranks: what they are sent and reply goes through Ray, but they need no time.
+
+    ``sending``: seconds in which the driver sends and receives; ``away``: those of what stands for the ranks' work, and
+    of ``hidden``, what the driver does during the update.
+    """
+
+    def __init__(self, config: DictConfig):
+        self.settings, self.deadline, self.meanwhile = config.actor_rollout_ref, math.inf, []
+        self.computes_reference = self._has_second_model = False
+        self._world_size = RANKS
+        self._dispatch_info, self._collect_info = {"actor": list(range(RANKS))}, {"actor": [True] * RANKS}
+        self._calls = make_nd_compute_dataproto_dispatch_fn("actor")
+        self.sending = self.away = self.hidden = 0.0
+
+    def compute_log_prob(self, data: TensorDict) -> TensorDict:
+        sent = self._send(data)
+        begun = time.perf_counter()
+        replies = [ray.put(self._reply(ray.get(part))) for part in sent]
+        received = time.perf_counter()
+        found = self._calls["collect_fn"](self, ray.get(replies))
+        self.away += received - begun
+        self.sending += time.perf_counter() - received
+        return found
+
+    def update_actor(self, data: TensorDict) -> TensorDict:
+        self._send(data)
+        begun = time.perf_counter()
+        while self.meanwhile:
+            self.meanwhile.pop(0)()
+        self.hidden = time.perf_counter() - begun
+        self.away += self.hidden
+        return tu.get_tensordict({}, {"metrics": {"grad_norm": [1.0], "mfu": [0.5]}})
+
+    def _send(self, data: TensorDict) -> list[ray.ObjectRef]:
+        begun = time.perf_counter()
+        (parts,), _ = self._calls["dispatch_fn"](self, data)
+        self.sending += time.perf_counter() - begun
+        return parts
+
+    @staticmethod
+    def _reply(data: TensorDict) -> TensorDict:
+        ids = data["input_ids"]
+        values = torch.nested.nested_tensor_from_jagged(torch.full(ids.values().shape, -0.3), ids.offsets())
+        return tu.get_tensordict({"log_probs": values, "entropy": -values}, {"metrics": {"mfu": 0.5}})
+
+
+class Pushes:
+    """In the place of ``WeightSyncManager``, whose actor pushes: its calls alone."""
+
+    version = 0
+
+    def __init__(self, fleet: ServerFleet):
+        self.fleet = fleet
+
+    def ensure_current(self, *_: Any) -> dict[str, float]:
+        return {}
+
+    def offload_servers(self) -> None:
+        pass
+
+    def update_weights(self, version: int, _: Any) -> None:
+        """Make the calls of a push, as ``WeightSyncManager.update_weights`` and the actor do."""
+
+        async def all_servers(urls: list[str]) -> None:
+            async with AsyncExitStack() as stack:
+                clients = [await stack.enter_async_context(SGLangClient(url, KEY, own=True)) for url in urls]
+                await push(clients, Delivered(), iter(()), version, "abort")
+
+        targets = sorted(self.fleet.wait_for(1))
+        self.fleet.gateway.announce(version, targets, pushing=True)
+        asyncio.run(all_servers(targets))
+        self.fleet.admit(version, targets)
+        self.version = version
+
+
+class Unseen:
+    """Trackers and a progress bar that nobody sees."""
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@contextmanager
+def driver(folder: Path, step: Step) -> Iterator[RayGRPOAtroposTrainer]:
+    """Yield the trainer before its first step, with Ray, which ends with it."""
+    model = ensure_small_policy(0)
+    overrides = [
+        f"run.dir={folder / 'run'}",
+        "trainer.logger=[]",
+        "trainer.save_freq=-1",
+        "trainer.total_training_steps=10",
+        "trainer.atropos.max_staleness=null",
+        "ray_kwargs.ray_init.num_cpus=2",
+        "+ray_kwargs.ray_init.log_to_driver=false",
+        f"+ray_kwargs.ray_init.logging_level={logging.ERROR}",
+        "inference.urls=[http://127.0.0.1:1]",
+        f"data.train_batch_size={step.groups}",
+        f"data.max_prompt_length={2 * PROMPT}",
+        f"data.max_response_length={step.tokens}",
+        f"actor_rollout_ref.rollout.n={GROUP_SIZE}",
+        f"actor_rollout_ref.model.path={model}",
+    ]
+    logging.getLogger("recipe").setLevel(logging.CRITICAL)  # replies that are made up raise alarms
+    config = compose_config(overrides)
+    decide_device(config)
+    os.environ |= platform_variables(config)
+    fill_in(config)
+    try:
+        start_ray(**ray_options(config))
+        trainer = RayGRPOAtroposTrainer(config=config, tokenizer=AutoTokenizer.from_pretrained(model))
+        trainer.actor, trainer.global_steps = Ranks(config), 1
+        trainer.trackers = trainer.progress_bar = Unseen()
+        yield trainer
+    finally:
+        ray.shutdown()
+
+
 # ---------------------------------------------------------------- a step
 
 
@@ -275,53 +419,43 @@ def cpu(service: Service) -> float:
     return times.user + times.system
 
 
-def push_version(fleet: ServerFleet, version: int) -> float:
-    """Make the calls of a push, as ``WeightSyncManager.update_weights`` and the actor do; return the seconds."""
-
-    async def all_servers(urls: list[str]) -> None:
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(SGLangClient(url, KEY, own=True)) for url in urls]
-            await push(clients, Delivered(), iter(()), version, "abort")
-
-    begun = time.perf_counter()
-    targets = sorted(fleet.wait_for(1))
-    fleet.gateway.announce(version, targets, pushing=True)
-    asyncio.run(all_servers(targets))
-    fleet.admit(version, targets)
-    return time.perf_counter() - begun
-
-
 def measure(step: Step) -> dict[str, float]:
-    """Return CPU seconds of each part for one step, and ``last_group``, ``convert`` and ``push``, in seconds."""
-    limits = RowLimits(max_length=PROMPT * 2 + step.tokens, pad_token_id=0)
-    registration = Registration(
-        batch_size=step.sequences,
-        max_token_len=limits.max_length,
-        starting_step=0,
-        num_steps=10,
-        checkpoint_dir="",
-        save_checkpoint_interval=-1,
-        wandb_group="",
-        wandb_project="",
-    )
-    with tempfile.TemporaryDirectory() as folder, services(Path(folder), step) as (started, servers):
+    """Return CPU seconds of each part for one step, and in seconds what GPUs wait for, ``IDLE``, and ``hidden``."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        services(folder := Path(name), step) as (started, servers),
+        driver(folder, step) as trainer,
+    ):
         config = DataSourceConfig(started["api"].url, retry_attempts=100, max_staleness=0, secret=KEY)
-        fleet = ServerFleet(servers, GatewayClient(started["gateway"].url, KEY), KEY)
+        registration = Registration(
+            batch_size=step.sequences,
+            max_token_len=trainer.limits.max_length,
+            starting_step=0,
+            num_steps=10,
+            checkpoint_dir="",
+            save_checkpoint_interval=-1,
+            wandb_group="",
+            wandb_project="",
+        )
+        trainer.checkpoint_manager = Pushes(ServerFleet(servers, GatewayClient(started["gateway"].url, KEY), KEY))
         names = ("gateway", "sessions", "api", "environments")
         before = {name: cpu(started[name]) for name in names}
-        with DataSource(config, registration) as source:
-            batch = source.next_batch()
-            fetched, driver = time.time(), time.process_time()
-            rows, report = groups_to_data_proto(batch.groups, limits)
-            ready = time.time()
+        with DataSource(config, registration) as trainer.data_source:
+            batch = trainer.data_source.next_batch()
+            fetched, taken = time.time(), time.process_time()
+            trainer.data_source.next_batch = lambda _: batch
             used = {name: cpu(started[name]) - before[name] for name in names}
-            pushed = push_version(fleet, 1)
-            driver = time.process_time() - driver
-            source.weights_pushed(batch.number)
-        assert report.rows == step.sequences and rows is not None, report
+            begun = time.perf_counter()
+            trainer.fit_step()
+            whole = time.perf_counter() - begun
+            used["driver"] = time.process_time() - taken
+        assert trainer.metrics["atropos/rows"] == step.sequences, trainer.metrics
         overrides = [group.field("group_overrides") for group in batch.groups]
         sampled = max(override["sampled"] for override in overrides)
-    return used | {"driver": driver, "last_group": fetched - sampled, "convert": ready - fetched, "push": pushed}
+    ranks, timing = trainer.actor, trainer.timing_raw
+    known = {"convert": timing["convert"], "ray": ranks.sending, "push": timing["update_weights"]}
+    rest = whole - ranks.away - sum(known.values())
+    return used | known | {"last_group": fetched - sampled, "compute": rest, "hidden": ranks.hidden}
 
 
 def main() -> int:
@@ -341,13 +475,13 @@ def main() -> int:
     if options.quick or options.smoke:
         sequences, tokens, counts = (16, 256, (2,)) if options.smoke else (128, tokens, (4, 64))
     print(f"{sequences:,} sequences of {tokens:,} tokens a step; CPU seconds of each part, seconds that GPUs idle\n")
-    parts = ("gateway", "sessions", "api", "environments", "driver", "last_group", "convert", "push")
+    parts = ("gateway", "sessions", "api", "environments", "driver", *IDLE, "hidden")
     print(f"{'servers':>7} {'step':>8}", *(f"{name.replace('_', ' '):>12}" for name in parts), f"{'idle':>15}")
     figures: dict[str, float] = {}
     for servers in counts:
         step = Step(sequences, tokens, servers)
         found = measure(step)
-        idle = found["last_group"] + found["convert"] + found["push"]
+        idle = sum(found[name] for name in IDLE)
         share = idle / step.seconds
         columns = (f"{found[name]:>10.2f} s" for name in parts)
         print(f"{servers:>7} {step.seconds:>6.0f} s", *columns, f"{idle:>6.2f} s {share:>6.2%}", flush=True)

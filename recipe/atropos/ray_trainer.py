@@ -10,7 +10,8 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,9 @@ class RayGRPOAtroposTrainer:
             self._compute_log_probs(batch)
             self._compute_reference_log_probs(batch)
             self._compute_advantages(batch)
-            self._update_actor(batch)
+            self._update_actor(batch, meanwhile=self._describe)
             self._push_weights()
-            self._write_rollouts(batch)
-        self._collect_metrics(batch)
+        self._collect_metrics()
         self._log_step()
         self._save_if_due()
         self.record.write_summary()  # a step whose checkpoint could not be saved is not reported
@@ -238,9 +238,9 @@ class RayGRPOAtroposTrainer:
 
     def _check_sampling(self, batch: DataProto) -> None:
         """Count rows sampled differently from what the trainer computes; add ``row_temperature``, (B,), if needed."""
-        columns = real_rows(batch).non_tensor_batch
-        names = map(environment_name, columns["env_name"], columns["env_id"])
-        self.metrics |= self.sampling_check.metrics(columns["sampling"].tolist(), list(names))
+        columns, real = batch.non_tensor_batch, ~batch.non_tensor_batch["is_padding"]
+        names = map(environment_name, columns["env_name"][real], columns["env_id"][real])
+        self.metrics |= self.sampling_check.metrics(columns["sampling"][real].tolist(), list(names))
         temperatures = self.sampling_check.temperatures(batch.non_tensor_batch["sampling"].tolist())
         if temperatures is not None:
             batch.batch["row_temperature"] = torch.from_numpy(temperatures)
@@ -310,8 +310,10 @@ class RayGRPOAtroposTrainer:
                 batch, self.config.algorithm, self.config.trainer.atropos, self.advantage_moments, self.kl_controller
             )
 
-    def _update_actor(self, batch: DataProto) -> None:
+    def _update_actor(self, batch: DataProto, meanwhile: Callable[[DataProto], object] = lambda batch: None) -> None:
         """Run the optimizer steps of the batch; if rejection left no token at all, only count the batch.
+
+        ``meanwhile(batch)`` is called while the ranks are at work: what none of them waits for.
 
         Raises:
             NothingToTrain: the loss is distillation only, and no row of the batch has a teacher.
@@ -324,11 +326,12 @@ class RayGRPOAtroposTrainer:
         if not batch.batch["response_mask"].any():
             logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
             self.metrics["atropos/batches_without_token"] = 1
+            meanwhile(batch)
             return
         if has_several_rows(batch):
             batch.batch["trajectory_share"] = shares_of(batch)
         with marked_timer("update_actor", self.timing_raw):
-            metrics = self.actor.update(batch)
+            metrics = self.actor.update(batch, partial(meanwhile, batch))
         self.metrics |= reduce_metrics(metrics)
 
     def _push_weights(self) -> None:
@@ -349,22 +352,22 @@ class RayGRPOAtroposTrainer:
         every = self.config.trainer.atropos.weight_sync.every
         return not self.preempted and (self._is_last_step or self.global_steps % every == 0)
 
-    def _write_rollouts(self, batch: DataProto) -> None:
-        """Write sampled text, scores and versions of every row to ``rollouts/STEP.jsonl``."""
-        self._rollouts = []
+    def _describe(self, batch: DataProto) -> None:
+        """Write text, scores and versions of every row to ``rollouts/STEP.jsonl``; compute the rows' metrics."""
+        self._rows, self._rollouts = real_rows(batch), []
         if folder := self.config.trainer.rollout_data_dir:
-            with marked_timer("dump", self.timing_raw):
-                self._rollouts = write_rollouts(Path(folder), self.global_steps, real_rows(batch), self.tokenizer)
-
-    def _collect_metrics(self, batch: DataProto) -> None:
-        rows = real_rows(batch)
-        of_rows = compute_data_metrics(rows, use_critic=False)
+            self._rollouts = write_rollouts(Path(folder), self.global_steps, self._rows, self.tokenizer)
+        of_rows = compute_data_metrics(self._rows, use_critic=False)
         # Responses are padded to the longest in the batch, which verl takes for the configured maximum.
         self.metrics |= {name: value for name, value in of_rows.items() if not name.endswith("/clip_ratio")}
+        self.metrics |= batch_metrics(self._rows) | staleness_metrics(self._rows, self.global_steps)
+
+    def _collect_metrics(self) -> None:
+        """Add what is known only after the update and the push, to the metrics and to the run's totals."""
+        rows = self._rows
         self.metrics |= compute_timing_metrics(rows, self.timing_raw)
         self.metrics |= compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size)
         self.metrics |= compute_variance_proxy_metrics(rows, gradient_norm=self.metrics.get("actor/grad_norm"))
-        self.metrics |= batch_metrics(rows) | staleness_metrics(rows, self.global_steps)
         groups = len(set(rows.non_tensor_batch["uid"]))
         self.record.totals.add_batch(
             score=self.metrics["atropos/mean_score"],
@@ -374,6 +377,7 @@ class RayGRPOAtroposTrainer:
             tokens=int(rows.batch["response_mask"].sum()),
             version=self.checkpoint_manager.version,
         )
+        del self._rows  # before the wait for the next batch
         self._raise_alarms()
 
     def _raise_alarms(self) -> None:

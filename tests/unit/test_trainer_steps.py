@@ -81,7 +81,9 @@ def test_metrics_of_rows_tell_no_length_of_the_batch_as_a_limit(trainer):
     trainer.timing_raw["step"], trainer.logprob_tolerance, trainer._alarms_logged = 1.0, 1.0, set()
     trainer.checkpoint_manager, trainer.actor.world_size = SimpleNamespace(version=POLICY + 1), 1
     trainer.sampling_check.mode = "error"
-    trainer._collect_metrics(batch)
+    trainer.config.trainer.rollout_data_dir = None
+    trainer._describe(batch)
+    trainer._collect_metrics()
     assert trainer.metrics["response_length/max"] == 1 and trainer.metrics["critic/score/mean"] == 0.5
     assert not [name for name in trainer.metrics if "clip_ratio" in name]
 

@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from recipe.atropos.algorithm.estimators import ESTIMATORS, Estimator, equal_scores
 from recipe.atropos.algorithm.off_policy import correct_rollout
 from recipe.atropos.algorithm.trajectories import shares_of, trajectories_of, trajectory_of
-from recipe.atropos.data.data_proto import real_rows
+from recipe.atropos.data.data_proto import rows_where
 from recipe.atropos.data.rows import DroppedRow, environment_name
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.verl_ext.algorithm import (
@@ -96,7 +96,8 @@ def add_advantages(
     computed from rewards, not those that the environment sent.
     """
     metrics: dict[str, float] = {}
-    rows = real_rows(batch)
+    real = ~batch.non_tensor_batch["is_padding"]
+    rows = rows_where(batch, real)
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
     if algorithm.use_kl_in_reward:
         metrics |= subtract_kl(rows, kl_controller, algorithm.kl_penalty)
@@ -104,13 +105,14 @@ def add_advantages(
     if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
         metrics |= correct_rollout(rows, algorithm.rollout_correction)
     compute_advantages(rows, algorithm, atropos, moments)
-    real = torch.from_numpy(~batch.non_tensor_batch["is_padding"])
     for key in set(_ADDED) & set(rows.batch.keys()):
-        values = rows.batch[key].new_zeros(len(batch), *rows.batch[key].shape[1:])
-        values[real] = rows.batch[key]
+        values = rows.batch[key]
+        if not real.all():
+            values = values.new_zeros(len(batch), *values.shape[1:])
+            values[torch.from_numpy(real)] = rows.batch[key]
         batch.batch[key] = values
     batch.non_tensor_batch["has_signal"] = np.zeros(len(batch), dtype=bool)
-    batch.non_tensor_batch["has_signal"][real.numpy()] = rows.non_tensor_batch["has_signal"]
+    batch.non_tensor_batch["has_signal"][real] = rows.non_tensor_batch["has_signal"]
     return metrics
 
 
@@ -143,7 +145,8 @@ def compute_advantages(rows: DataProto, algorithm: DictConfig, atropos: DictConf
     kept, sent = tensors["response_mask"].bool(), torch.from_numpy(own)[:, None]
     for key, values in (("advantages", advantages), ("returns", returns)):
         values = values[index, :1] if needs.scores_only else values
-        tensors[key] = torch.where(kept, torch.where(sent, tensors["atropos_advantages"], values), 0.0)
+        values = torch.where(sent, tensors["atropos_advantages"], values) if own.any() else values
+        tensors[key] = torch.where(kept, values, 0.0)
     trained = kept & torch.from_numpy(~others["zero_advantage"])[:, None]
     others["has_signal"] = ((tensors["advantages"] != 0) & trained & ~silent[:, None]).any(-1).numpy()
     tensors["advantages"] = shape_advantages(
@@ -162,8 +165,8 @@ def _scored_trajectories(rows: DataProto, needs: Estimator, kl_in_reward: bool) 
     """Return what an estimator is given, and the index in it of each row, (B,) int64.
 
     That is the rows as they are; but to one of ``scores_only``, trajectories, T of the rows and of those dropped from
-    their groups: the reward of each on its first token, and a mask, (T, W), that sums to its number of trained tokens.
-    For an estimator that needs ``lengths``, that number counts dropped rows, and tokens from before any rejection.
+    their groups: the reward of each on its first token, and a mask, (T, W), of its trained tokens: all of them for one
+    that needs ``lengths`` (including dropped rows, and tokens from before any rejection) or is ``whitened``, else one.
 
     Raises:
         IncompleteGroup, ConfigurationError: see ``compute_advantages``.
@@ -190,7 +193,8 @@ def _scored_trajectories(rows: DataProto, needs: Estimator, kl_in_reward: bool) 
     scores = torch.cat([tensors["token_level_scores"].sum(-1), torch.tensor([row.score for row in lost])])
     index = torch.from_numpy(index)[: len(rows)]
     rewards = scores[first].index_add(0, index, tensors["token_level_rewards"].sum(-1) - scores[: len(rows)])
-    mask = (torch.arange(int(lengths.max().clamp(min=1))) < lengths[:, None]).long()
+    width = int(lengths.max().clamp(min=1)) if needs.lengths or needs.whitened else 1
+    mask = (torch.arange(width) < lengths[:, None]).long()
     given = {"token_level_rewards": F.pad(rewards[:, None], (0, mask.shape[1] - 1)), "response_mask": mask}
     return DataProto.from_dict(given, {"uid": uid[first]}), index
 

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, open_dict
 
+from recipe.atropos.data.data_proto import rows_where
 from recipe.atropos.verl_ext.algorithm import calculate_debug_metrics, compute_rollout_correction_and_add_to_batch
 from recipe.atropos.verl_ext.batch import DataProto
 
 
 def with_log_probs(rows: DataProto) -> tuple[DataProto | None, np.ndarray]:
     """Return the rows whose engine logprobs are known (or None), and their indices. Padding rows have none."""
-    known = np.flatnonzero(rows.non_tensor_batch["has_log_probs"])
-    return (rows.select_idxs(known) if known.size else None), known
+    known = rows.non_tensor_batch["has_log_probs"]
+    keys = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
+    return (rows_where(rows.select(keys), known) if known.any() else None), np.flatnonzero(known)
 
 
 def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
@@ -30,15 +32,16 @@ def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
     known, _ = with_log_probs(rows)
     if known is None:
         return {}
-    difference = (known.batch["rollout_log_probs"] - known.batch["old_log_probs"]).abs()
     mask = known.batch["response_mask"].bool()
-    fresh = torch.from_numpy(known.non_tensor_batch["policy_version_min"] == version)[:, None] & mask
+    difference = (known.batch["rollout_log_probs"] - known.batch["old_log_probs"]).abs()[mask]
+    fresh = torch.from_numpy(known.non_tensor_batch["policy_version_min"] == version)
     metrics = {
         **calculate_debug_metrics(known),
-        "atropos/logprob_diff/mean": difference[mask].mean().item(),
-        "atropos/logprob_diff/max": difference[mask].max().item(),
+        "atropos/logprob_diff/mean": difference.mean().item(),
+        "atropos/logprob_diff/max": difference.max().item(),
     }
-    if fresh.any():
+    if mask[fresh].any():
+        fresh = fresh.repeat_interleave(mask.sum(-1))
         metrics["atropos/logprob_diff/fresh_mean"] = difference[fresh].mean().item()
     return metrics
 
@@ -51,17 +54,18 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
     estimators read rewards through the mask, and the score is on the last trained token.
     """
     known, indices = with_log_probs(rows)
-    weights = torch.ones_like(rows.batch["old_log_probs"]) * rows.batch["response_mask"]
+    weights = rows.batch["response_mask"].float()
     metrics: dict[str, float] = {}
     if known is not None:
         known, metrics = compute_rollout_correction_and_add_to_batch(known, config)
+    if known is not None and config.rollout_rs:
         mask = rows.batch["response_mask"].clone()
         mask[indices] = known.batch["response_mask"].to(mask.dtype)
         rows.batch["response_mask"] = mask
         rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
-        if config.rollout_is:
-            weights[indices] = known.batch["rollout_is_weights"]
     if config.rollout_is:
+        if known is not None:
+            weights[indices] = known.batch["rollout_is_weights"]
         rows.batch["rollout_is_weights"] = weights
     return metrics
 

@@ -167,8 +167,15 @@ def groups_to_data_proto(
     return batch, report
 
 
+def rows_where(batch: DataProto, chosen: np.ndarray) -> DataProto:
+    """Return the rows that are ``chosen``, (B,) bool, as a batch of its own; no tensor is copied if all are."""
+    if not chosen.all():
+        batch = batch.select_idxs(np.flatnonzero(chosen))
+    return DataProto(batch.batch.copy(), dict(batch.non_tensor_batch), dict(batch.meta_info))
+
+
 def real_rows(batch: DataProto) -> DataProto:
     """Return the batch without its padding rows."""
-    rows = batch.select_idxs(np.flatnonzero(~batch.non_tensor_batch["is_padding"]))
+    rows = rows_where(batch, ~batch.non_tensor_batch["is_padding"])
     rows.meta_info["global_token_num"] = rows.batch["attention_mask"].sum(dim=-1).tolist()
     return rows

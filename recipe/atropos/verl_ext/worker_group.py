@@ -23,11 +23,13 @@ _DEATH_SECONDS = 5.0  # until Ray knows that a process died whose peers report a
 class LimitedWorkerGroup(RayWorkerGroup):
     """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.
 
-    ``deadline`` is a ``time.monotonic`` value.
+    ``deadline`` is a ``time.monotonic`` value. All of ``meanwhile`` is called, once,
+    while the ranks work on the next call.
     """
 
     def __init__(self, *args: Any, limit: float, **kwargs: Any):
         self.limit, self.deadline = limit, math.inf
+        self.meanwhile: list[Callable[[], object]] = []
         super().__init__(*args, **kwargs)
 
     def _bind_worker_method(self, user_defined_cls: type, func_generator: Callable[..., Any]) -> list[str]:
@@ -40,6 +42,8 @@ class LimitedWorkerGroup(RayWorkerGroup):
             blocking: bool,
         ) -> Any:
             def collect(group: "LimitedWorkerGroup", output: Any) -> Any:
+                while blocking and group.meanwhile:
+                    group.meanwhile.pop(0)()
                 return collect_fn(group, group.wait(method_name, output) if blocking else output)
 
             return func_generator(group, method_name, dispatch_fn, collect, execute_fn, blocking=False)

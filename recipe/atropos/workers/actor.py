@@ -12,6 +12,7 @@ import tempfile
 import time
 import uuid
 from collections import ChainMap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,12 +29,12 @@ from ray.util.placement_group import (
 )
 
 from recipe.atropos.algorithm.losses import DistillationConfig
-from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor
+from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor, without_padding
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
 from recipe.atropos.utils.hosts import cluster_address
 from recipe.atropos.utils.private_process import is_loopback
-from recipe.atropos.verl_ext.batch import DataProto, left_right_2_no_padding, no_padding_2_padding
+from recipe.atropos.verl_ext.batch import DataProto, no_padding_2_padding
 from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.device import get_device_name
 from recipe.atropos.verl_ext.ranks import (
@@ -197,8 +198,12 @@ class ActorGroup(LimitedWorkerGroup):
         """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""
         return dict(ChainMap(*self.save_checkpoint(str(folder / "actor"), None, step)))
 
-    def update(self, batch: DataProto) -> dict[str, Any]:
-        """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``."""
+    def update(self, batch: DataProto, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``.
+
+        ``meanwhile`` is called while the ranks are at work.
+        """
+        self.meanwhile.append(meanwhile)
         mini_batches = batch.meta_info.get("mini_batches", 1)
         chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
         return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())
@@ -210,7 +215,7 @@ def _free(bundle: dict[str, int]) -> str:
 
 
 def _without_padding(batch: DataProto, **options: bool) -> Any:
-    data = left_right_2_no_padding(_select(batch, _FORWARD_KEYS).to_tensordict())
+    data = without_padding(_select(batch, _FORWARD_KEYS))
     tu.assign_non_tensor(data, compute_loss=False, **options)
     return data
 

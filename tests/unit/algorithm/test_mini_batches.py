@@ -111,7 +111,7 @@ class Workers:
     def update_actor(self, data):
         keys = ("calculate_entropy", "mini_batch_size", "epochs", "dataloader_kwargs")
         self.told = {key: tu.get(data, key) for key in keys}
-        self.first_tokens = data["prompts"][:, 0].tolist()
+        self.first_tokens = [ids[0].item() for ids in data["input_ids"].unbind()]
         return tu.get_tensordict({}, {"metrics": {"loss": [0.0], "mfu": 0.5}})
 
 
