@@ -20,10 +20,14 @@ from transformers import PreTrainedTokenizerFast
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import SampledReply
+from recipe.atropos.run.folder import ELSEWHERE, RunDir
+from recipe.atropos.run.record import ItemCounts
+from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.server import SessionServer
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
+from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port
 
 CALLS = (
@@ -184,6 +188,7 @@ class Sessions:
 
     def __init__(self, folder, policy, api=None, credit=None, **rendering):
         self.folder, self.policy, self.api, self.credit, self.rendering = folder, policy, api, credit, rendering
+        self.files = RunDir(folder / "run")  # of its reports
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self):
@@ -205,7 +210,9 @@ class Sessions:
         async def serve():
             client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
             api = TrajectoryApiClient(self.api or "http://127.0.0.1:1")
-            self.server = SessionServer(store, rendering, client, self.KEY, "policy", api, self.credit)
+            self.server = SessionServer(
+                store, rendering, client, self.KEY, "policy", api, self.credit, Reports(self.files)
+            )
             self.server._generate = self.policy
             self.runner = web.AppRunner(self.server.app(), handler_cancellation=True, shutdown_timeout=0.1)
             await self.runner.setup()
@@ -265,6 +272,15 @@ class Sessions:
     def state(self, opened):
         session = self.session(opened)
         return msgspec.to_builtins(session.state) | session.summary()
+
+    def counts(self, env):
+        """What the reports say of the sessions of an environment from elsewhere; ends the server, so that it writes."""
+        self.stop()
+        found = ItemCounts()
+        for line in read_lines(self.files.environment_report(env, ELSEWHERE)):
+            found.add(line)
+        self.start()
+        return {name.removeprefix("sessions/"): n for name, n in found.totals.items()}
 
     def check(self, opened):
         check_trained_once(self.policy, self.session(opened).tree)

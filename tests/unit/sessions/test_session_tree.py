@@ -227,8 +227,7 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
         await ask(encode(first) + reply.tokens[:-1] + encode("no"))
     check_trained_once(policy, program.session.tree)
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
-    # ids that differ are another prompt
-    assert program.session.summary()["forks"] == ({"other": 1} if prompt == "text" else {})
+    assert program.session.summary()["forks"] == {"other": 1}
 
 
 async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
