@@ -15,7 +15,7 @@ import anthropic
 import msgspec
 import openai
 from aiohttp import web
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from recipe.atropos.inference.client import SGLangClient
@@ -89,7 +89,9 @@ WORDS = ["the ", "sum ", "of ", " 12", "and", " 7 ", "is", "\n", "19", ". ", "é
 
 
 def chat_tokenizer(template="chatml"):
-    """A byte-level BPE tokenizer with merges across words and white space."""
+    """A byte-level BPE tokenizer with merges across words and white space. Where its template writes a BOS, ``encode``
+    begins with one too, as of most models that have it.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -101,6 +103,10 @@ def chat_tokenizer(template="chatml"):
     )
     tokenizer.add_tokens(MARKERS)
     tokenizer.chat_template = TEMPLATES[template]
+    if "bos_token" in TEMPLATES[template]:
+        bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+        added = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+        tokenizer.backend_tokenizer.post_processor = added
     return tokenizer
 
 
@@ -153,10 +159,11 @@ class ScriptedPolicy:
         for part in re.split("(</?(?:think|tool_call)>)", text):
             while part and part not in MARKERS:
                 size = self.chance.randrange(1, 9)
-                pieces += self.tokenizer.encode(part[:size])
+                pieces += self.tokenizer.encode(part[:size], add_special_tokens=False)
                 part = part[size:]
-            pieces += self.tokenizer.encode(part)
-        return pieces if self.tokenizer.decode(pieces) == text else self.tokenizer.encode(text)
+            pieces += self.tokenizer.encode(part, add_special_tokens=False)
+        whole = self.tokenizer.encode(text, add_special_tokens=False)
+        return pieces if self.tokenizer.decode(pieces) == text else whole
 
 
 def check_trained_once(policy, tree):
