@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,13 +42,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 TRAINING, HELD_OUT = 512, 50  # items
 POINTS, SECONDS = 20.0, 600.0
 STEPS, GROUPS, LEARNING_RATE = 6, 4, 3e-4  # few sessions: a command takes a second to import its client's package
+VERIFIERS = "--env.agent.harness.id null --env.agent.runtime.type subprocess --sampling.max-tokens 64"
 QUICK = ("openai chat", "openai chat, tool")
 
 # --------------------------------------------------------------------- the policy that calls a tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CHAT_TEMPLATE = (  # ChatML with Qwen3's calls; the tools themselves are left out, the policy knows its only one
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}"
     '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
     "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -92,21 +93,15 @@ def demonstration(row: dict[str, str], rng: random.Random, wrong_operation: floa
 # --------------------------------------------------------------------- the programs
 
 
-def word_problems(split: Split, size: int, folder: Path) -> list[dict[str, Any]]:
+def word_problems(split: Split, size: int) -> list[dict[str, Any]]:
     """Return items with a question and the number that answers it."""
     return [{"question": row["question"], "answer": gold_answer(row)} for row in generate(split, size)]
 
 
-def verifiers_tasks(split: Split, size: int, folder: Path) -> list[dict[str, Any]]:
-    """Return items that name the tasks of a taskset of verifiers, which reads the same problems from a file."""
-    file = folder / f"{split}-problems.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in word_problems(split, size, folder)))
-    return [{"taskset": {"id": "word_problems_v1", "file": str(file)}, "index": index} for index in range(size)]
-
-
 @dataclass(frozen=True)
 class Program:
-    """A program of ``examples/agents``: ``file``, which is run for each session, or ``MODULE:function``.
+    """A program of ``examples/agents``: ``file``, which is run for each session, ``MODULE:function``, or the name of a
+    taskset of verifiers.
 
     ``packages`` are shown with their versions; ``installed`` are installed, in an environment of their own. ``wrong``
     is the reward of a wrong answer, that of a right one is 1.
@@ -117,11 +112,15 @@ class Program:
     installed: tuple[str, ...] = ()
     tool: bool = True
     wrong: float = 0.0
-    items: Callable[[Split, int, Path], list[dict[str, Any]]] = word_problems
 
     @property
     def is_command(self) -> bool:
         return self.target.endswith(".py")
+
+    @property
+    def environment(self) -> str:
+        """The environment that runs it."""
+        return "program" if self.is_command or ":" in self.target else "verifiers"
 
     def right(self, reward: float) -> float:
         """Return the percentage of right answers for a mean reward."""
@@ -137,9 +136,7 @@ PROGRAMS = {
     "pydantic-ai, tool": Program(
         "pydantic_ai_agent:solve", ("pydantic-ai-slim", "openai"), ("pydantic-ai-slim[openai]==2.62.0",)
     ),
-    "verifiers": Program(
-        "verifiers_env:solve", ("verifiers", "openai"), ("verifiers==0.4.0",), tool=False, items=verifiers_tasks
-    ),
+    "verifiers, tool": Program("word_problems_v1", ("verifiers",), ("verifiers==0.4.0", "uv==0.13.9")),
 }
 
 
@@ -174,18 +171,21 @@ def versions(python: Path, packages: Sequence[str]) -> str:
 def train(program: Program, folder: Path, steps: int, held_out: int) -> float:
     """Train a program with the launcher, in ``folder``; return the seconds that it took, with evaluations."""
     folder.mkdir(parents=True, exist_ok=True)
-    splits = {"items": ("train", TRAINING), "args.held_out": ("test", held_out)}
-    options = []
-    for key, (split, size) in splits.items():
-        items = program.items(split, size, folder)
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-        options.append(f"environment.{key}={folder / split}.jsonl")
-    python = interpreter(program.installed)
+    files = {"train": (folder / "train.jsonl", TRAINING), "test": (folder / "test.jsonl", held_out)}
+    for split, (file, size) in files.items():
+        file.write_text("".join(json.dumps(item) + "\n" for item in word_problems(split, size)))
+    (training, _), (test, _), python = *files.values(), interpreter(program.installed)
+    options = [f"environment.items={training}", f"environment.args.held_out={test}"]
     if program.is_command:
         options.append(f"environment.command={python} {EXAMPLES / program.target}")
-        options.append("environment.args.parallel=8")  # each imports a client's package
-    else:
+    elif program.environment == "program":
         options += [f"environment.agent={program.target}", f"environment.python={python}"]
+    else:
+        tasks = f"{program.target} {VERIFIERS} --env.taskset.file"
+        options = [f"environment.args.taskset={tasks} {training}", f"environment.args.held_out={tasks} {test}"]
+        options += ["environment.target=recipe.atropos.environments.verifiers", f"environment.python={python}"]
+    if program.is_command or program.environment == "verifiers":
+        options.append("environment.args.parallel=8")  # each starts a process that imports a client's package
     if program.tool:
         policy = ensure_small_policy(recipe=ToolRecipe())
         options += [f"actor_rollout_ref.model.path={policy}", "sessions.tool_parser=qwen3"]
@@ -207,7 +207,7 @@ def measured(program: Program, folder: Path) -> dict[str, Any]:
     """Return what a run's files say: percentages right, and what happened in its training sessions."""
     run = RunDir(folder / "run")
     rewards = [line["metrics"]["eval/reward"] for line in read_evaluations(run.path)]
-    last = read_lines(run.environment_report("program"))[-1]
+    last = read_lines(run.environment_report(program.environment))[-1]
     counts = last["counts"]
 
     def by_cause(prefix: str) -> dict[str, int]:

@@ -102,12 +102,16 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
     ended(sessions, unheld, reward=1.0)
     assert sessions.call("GET", f"/sessions/{unheld['id']}/rows")[0] == 200
     until(lambda: not sessions.server._sessions)  # nothing that has ended is kept in memory
+    counts = sessions.counts("tool")
+    assert [counts[name] for name in ("ended", "left_out", "failed/crashed")] == [13, 3, 3]
 
 
 def test_session_groups_that_never_end_give_back_their_ticket(sessions, api):
     opened(sessions, limits={"seconds": 0.2})
     assert released(sessions, api) == {"released/no_group": 1}
     assert not api.get("/diagnose")["queue"]["open_tickets"]
+    counts = sessions.counts("tool")
+    assert counts == {"ended": 6, "failed/seconds": 6, "left_out": 3}
 
 
 def test_session_groups_take_a_reward_after_a_limit(sessions, api):

@@ -10,6 +10,8 @@ import threading
 import time
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import openai
 import psutil
@@ -17,6 +19,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from helpers.sglang import call
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
 from recipe.atropos.sessions.client import SessionClient
 from recipe.atropos.utils.process import free_port, start_service
@@ -24,6 +28,8 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "environments"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "12+7"}}\n</tool_call>'
 
 
 def up(url):
@@ -113,8 +119,9 @@ def environment(model_path, server, sessions, monkeypatch, items, **fields):
     _, [handle] = ProgramEnv.config_init()
     handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
     config = ProgramEnvConfig(
-        tokenizer_name=str(model_path), group_size=3, items=str(path), sessions_url=sessions.url, use_wandb=False,
-        max_token_length=250, data_dir_to_save_evals=str(sessions.folder), **{"max_tokens": 40} | fields,
+        tokenizer_name=str(model_path), items=str(path), sessions_url=sessions.url, use_wandb=False,
+        data_dir_to_save_evals=str(sessions.folder),
+        **{"group_size": 3, "max_tokens": 40, "max_token_length": 250} | fields,
     )  # fmt: skip
     yield ProgramEnv(config, [handle], slurm=False)
 
@@ -163,6 +170,55 @@ def test_session_agents_as_functions_give_a_group(model_path, server, sessions, 
         group = collected(env)
         assert group["scores"] == [0.5] * 3 and [len(t) for t in group["tokens"]]
     check_logprobs(model_path, group)
+
+
+@pytest.mark.parametrize("name", ["solver.py", "tools_chat.py", "tools_messages.py", "tools_responses.py", "function"])
+def test_session_examples_are_rewarded_as_they_are(tmp_path, monkeypatch, name):
+    """Their clients and their calculator are real; the policy says what solves the problem."""
+    command = {"command": f"{sys.executable} {EXAMPLES / name}"}
+    way = {"agent": "openai_function:solve"} if name == "function" else command
+    monkeypatch.syspath_prepend(EXAMPLES)
+    tokenizer, uses_tool = chat_tokenizer(), name.startswith("tools")
+    tokenizer.save_pretrained(tmp_path / "model")
+    policy = ScriptedPolicy(tokenizer, script=[CALL] * uses_tool + [r"\boxed{19}"])
+    policy.split = lambda text: tokenizer.encode(text)
+    with Sessions(tmp_path, policy) as sessions:
+        items = [{"question": "12 and 7?", "answer": "19"}] * 2
+        fields = {"group_size": 1, "max_tokens": None, "max_token_length": 1000} | way
+        with environment(tmp_path / "model", sessions.url, sessions, monkeypatch, items, **fields) as env:
+            group = collected(env)
+    assert group["scores"] == [1.0]
+    assert [mask for mask in group["masks"][0] if mask != -100] == [
+        t for _, tokens, _ in policy.sampled for t in tokens
+    ]
+    counts = env.report.counts
+    assert (counts["sessions/turns"], counts["sessions/with_calls"]) == (1 + uses_tool, uses_tool)
+
+
+def test_session_requests_wait_while_weights_are_pushed(model_path, server, sessions):
+    """The reply has the version of the new weights alone, and their logprobs."""
+    opened = sessions.call("open", sampling={"temperature": 1.0})
+    client = openai.OpenAI(base_url=f"{opened.base_url}/v1", api_key=opened.api_key, max_retries=0)
+    messages = [{"role": "user", "content": "12 and 7?"}]
+    ask = partial(client.chat.completions.create, model="policy", messages=messages, max_tokens=8)
+
+    async def push(served):
+        await served.pause("auto")
+        waiting = asyncio.create_task(asyncio.to_thread(ask))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await served.update_weights_from_disk(model_path, "7", flush_cache=False)
+        await served.resume()
+        return await waiting
+
+    reply = call(server, push)
+    assert {span["version"] for span in reply.weight_versions} == {"7"}
+    state = sessions.call("end", opened.id, reward=1.0)
+    rows = sessions.call("rows", opened.id)
+    assert (state["turns"], state["retries"]) == (1, 0)
+    assert (rows["policy_version_min"], rows["policy_version_max"]) == ([7], [7])
+    check_logprobs(model_path, rows)
+    call(server, lambda served: served.update_weights_from_disk(model_path, "default"))
 
 
 @pytest.mark.parametrize(

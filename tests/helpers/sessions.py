@@ -15,15 +15,19 @@ import anthropic
 import msgspec
 import openai
 from aiohttp import web
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import SampledReply
+from recipe.atropos.run.folder import ELSEWHERE, RunDir
+from recipe.atropos.run.record import ItemCounts
+from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.server import SessionServer
 from recipe.atropos.sessions.store import Store
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
+from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port
 
 CALLS = (
@@ -85,7 +89,9 @@ WORDS = ["the ", "sum ", "of ", " 12", "and", " 7 ", "is", "\n", "19", ". ", "é
 
 
 def chat_tokenizer(template="chatml"):
-    """A byte-level BPE tokenizer with merges across words and white space."""
+    """A byte-level BPE tokenizer with merges across words and white space. Where its template writes a BOS, ``encode``
+    begins with one too, as of most models that have it.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -97,6 +103,10 @@ def chat_tokenizer(template="chatml"):
     )
     tokenizer.add_tokens(MARKERS)
     tokenizer.chat_template = TEMPLATES[template]
+    if "bos_token" in TEMPLATES[template]:
+        bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+        added = processors.TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+        tokenizer.backend_tokenizer.post_processor = added
     return tokenizer
 
 
@@ -149,10 +159,11 @@ class ScriptedPolicy:
         for part in re.split("(</?(?:think|tool_call)>)", text):
             while part and part not in MARKERS:
                 size = self.chance.randrange(1, 9)
-                pieces += self.tokenizer.encode(part[:size])
+                pieces += self.tokenizer.encode(part[:size], add_special_tokens=False)
                 part = part[size:]
-            pieces += self.tokenizer.encode(part)
-        return pieces if self.tokenizer.decode(pieces) == text else self.tokenizer.encode(text)
+            pieces += self.tokenizer.encode(part, add_special_tokens=False)
+        whole = self.tokenizer.encode(text, add_special_tokens=False)
+        return pieces if self.tokenizer.decode(pieces) == text else whole
 
 
 def check_trained_once(policy, tree):
@@ -184,6 +195,7 @@ class Sessions:
 
     def __init__(self, folder, policy, api=None, credit=None, **rendering):
         self.folder, self.policy, self.api, self.credit, self.rendering = folder, policy, api, credit, rendering
+        self.files = RunDir(folder / "run")  # of its reports
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self):
@@ -205,7 +217,9 @@ class Sessions:
         async def serve():
             client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
             api = TrajectoryApiClient(self.api or "http://127.0.0.1:1")
-            self.server = SessionServer(store, rendering, client, self.KEY, "policy", api, self.credit)
+            self.server = SessionServer(
+                store, rendering, client, self.KEY, "policy", api, self.credit, Reports(self.files)
+            )
             self.server._generate = self.policy
             self.runner = web.AppRunner(self.server.app(), handler_cancellation=True, shutdown_timeout=0.1)
             await self.runner.setup()
@@ -265,6 +279,15 @@ class Sessions:
     def state(self, opened):
         session = self.session(opened)
         return msgspec.to_builtins(session.state) | session.summary()
+
+    def counts(self, env):
+        """What the reports say of the sessions of an environment from elsewhere; ends the server, so that it writes."""
+        self.stop()
+        found = ItemCounts()
+        for line in read_lines(self.files.environment_report(env, ELSEWHERE)):
+            found.add(line)
+        self.start()
+        return {name.removeprefix("sessions/"): n for name, n in found.totals.items()}
 
     def check(self, opened):
         check_trained_once(self.policy, self.session(opened).tree)

@@ -49,7 +49,7 @@ PLACE: ContextVar[Place | None] = ContextVar("place", default=None)  # of the cu
 class EnvReport:
     """Counts and means of one environment; lines are appended to the file ``path``, if one is given."""
 
-    def __init__(self, name: str, path: str | Path | None = None, replica: int = 0):
+    def __init__(self, name: str, path: str | Path | None = None, replica: int | str = 0):
         self.name = name
         self._who = {"env": name, "replica": replica} if replica else {"env": name}
         self.counts: Counter[str] = Counter()

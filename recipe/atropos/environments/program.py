@@ -31,6 +31,7 @@ import shlex
 import tempfile
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from numbers import Real
 from pathlib import Path
@@ -47,6 +48,7 @@ from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
+from recipe.atropos.sessions.counts import count_session
 from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -54,7 +56,6 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE
 logger = logging.getLogger(__name__)
 
 _TRIES = 2  # of a session
-_REPEATS = 2  # of calls at least, and in half of the turns: a session that makes the same call again and again
 _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
 _HELD_OUT = 0.2  # of the items, if no others are given
@@ -63,14 +64,9 @@ _SHARE = 0.9  # of an item's time; the rest is for what follows
 Item = Any
 
 
-class ProgramEnvConfig(ItemsEnvConfig):
-    """The options of environments over items, and those of programs."""
+class SessionsEnvConfig(ItemsEnvConfig):
+    """The options of environments over items, and those of sessions."""
 
-    command: str | None = Field(None, description="The program, run in a folder of its own for each session")
-    agent: str | None = Field(None, description="MODULE:function, an async agent(item, base_url, api_key) -> reward")
-    score: str | None = Field(None, description="MODULE:function(item, output) -> reward, for a command")
-    items: str | None = Field(None, description="A .jsonl file of training items, or a data set's folder or hub name")
-    held_out: str | None = Field(None, description="The same for evaluation; by default a fifth of the items")
     sessions_url: str | None = Field(
         default_factory=lambda: os.environ.get(SESSIONS_VARIABLE),
         description="The session server; by default that of $ATROPOS_SESSIONS_URL, which the launcher sets",
@@ -89,7 +85,114 @@ class SessionFailed(AtroposError):
     """A program gave no reward; the message is the cause under which its session is counted."""
 
 
-class ProgramEnv(ItemsEnv):
+class SessionsEnv(ItemsEnv):
+    """Environment whose items are played in sessions, by a subclass's ``play``; see the module docstring."""
+
+    slots = 64  # sessions at once, if ``parallel`` says nothing
+
+    @abstractmethod
+    async def play(self, item: Item, opened: Opened) -> Any:
+        """Let a program play an item in a session; return what ``read_reward`` takes. An exception fails the session.
+
+        Raises:
+            SessionFailed: with the cause to count.
+        """
+
+    async def setup(self) -> None:
+        await super().setup()
+        if self.config.sessions_url is None:
+            raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
+        # Else the clients of programs ask the proxy of the machine, if it has one.
+        os.environ |= without_proxy(os.environ, urlsplit(self.config.sessions_url).hostname)
+        self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
+        await self._sessions.__aenter__()
+        slots = self.config.parallel or self.slots
+        self._slots = asyncio.Semaphore(slots)
+        self._most_items = 1 + math.ceil(slots / self.config.group_size)  # others would spend their time waiting
+
+    # ------------------------------------------------------------------ groups
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Run a group of sessions on an item, and return their rows; None if all of them failed."""
+        group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
+        over = time.monotonic() + _SHARE * (self.config.worker_timeout if self.config.worker_timeout > 0 else math.inf)
+        tries = [self._session(item, sampling, group, seq, over) for seq in range(self.config.group_size)]
+        found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
+        return await self._group(found) if found else None, []
+
+    async def _session(
+        self, item: Item, sampling: dict[str, Any], group: str, seq: int, over: float = math.inf
+    ) -> dict[str, Any] | None:
+        """Return what the session server says of a session with a reward, None if it had none each time, or by the time
+        ``over`` (of time.monotonic).
+        """
+        for _ in range(_TRIES):
+            state = await self._run(item, sampling, over, group=group, seq=seq)
+            if count_session(self.report, state):
+                return state
+        self.report.count("sessions/left_out")
+        return None
+
+    async def _run(self, item: Item, sampling: dict[str, Any], over: float, **place: Any) -> dict[str, Any]:
+        """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
+        config = self.config
+        longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
+        limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
+        async with self._slots:
+            limits["seconds"] = seconds = min(config.time_limit, max(over - time.monotonic(), _POLL))
+            opened = await self._sessions.open(
+                env=config.wandb_name or self.name, item=item, sampling=sampling, limits=limits, counted=True, **place
+            )
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    result = await self.play(item, opened)
+                return await self._sessions.end(opened.id, **read_reward(result))
+            except (Exception, asyncio.CancelledError, SystemExit) as error:  # an agent raises what it likes
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                logger.warning("session %s failed: %r", opened.id, error)
+                end = str(error) if isinstance(error, SessionFailed) else type(error).__name__
+        return await self._sessions.end(opened.id, end="seconds" if limit.expired() else end)
+
+    async def _group(self, outcomes: list[dict[str, Any]]) -> ScoredDataGroup:
+        found = [(one["id"], one["reward"], await self._sessions.rows(one["id"])) for one in outcomes]
+        return ScoredDataGroup(**scored_group(found, self.config.wandb_name or self.name))
+
+    # ------------------------------------------------------------------ evaluation
+
+    async def eval_item(self, item: Item) -> dict[str, Any]:
+        """Run one session, greedily; without a score if it fails each time, which is not the same as a bad one."""
+        outcome = await self._session(
+            item, SamplingParams(temperature=self.eval_temperature).request(), uuid.uuid4().hex, 0
+        )
+        if outcome is None:
+            return {"item": item}
+        return {"item": item, "score": outcome["reward"], "session": outcome["id"], "turns": outcome["turns"]}
+
+    def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
+        """Return the mean reward of the sessions that ended with one.
+
+        Raises:
+            SessionFailed: none did.
+        """
+        scores = [sample["score"] for sample in samples if "score" in sample]
+        if not scores:
+            raise SessionFailed(f"all {len(samples)} sessions of the evaluation failed: {self.report}")
+        return {"eval/reward": sum(scores) / len(scores), "eval/failed": len(samples) - len(scores)}
+
+
+class ProgramEnvConfig(SessionsEnvConfig):
+    """The options of environments of sessions, and those of programs."""
+
+    command: str | None = Field(None, description="The program, run in a folder of its own for each session")
+    agent: str | None = Field(None, description="MODULE:function, an async agent(item, base_url, api_key) -> reward")
+    score: str | None = Field(None, description="MODULE:function(item, output) -> reward, for a command")
+    items: str | None = Field(None, description="A .jsonl file of training items, or a data set's folder or hub name")
+    held_out: str | None = Field(None, description="The same for evaluation; by default a fifth of the items")
+
+
+class ProgramEnv(SessionsEnv):
     """See the module docstring."""
 
     name = "program"
@@ -112,92 +215,17 @@ class ProgramEnv(ItemsEnv):
         if config.items is None:
             raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
         train = _items("items", config.items, "train")
-        if config.held_out is not None:
-            test = _items("held_out", config.held_out, "test")
-        else:
-            kept = max(1, len(train) - max(1, int(len(train) * _HELD_OUT)))
-            train, test = train[:kept], train[kept:] or train
-        return train[: config.train_size], test[: config.eval_size]
+        return parted(config, train, config.held_out and _items("held_out", config.held_out, "test"))
 
     async def setup(self) -> None:
+        if self.config.command is not None:
+            self.slots = 4 * (os.cpu_count() or 1)
         await super().setup()
-        if self.config.sessions_url is None:
-            raise ConfigurationError("--env.sessions_url is not set; give the address of the session server")
-        # Else the clients of programs ask the proxy of the machine, if it has one.
-        os.environ |= without_proxy(os.environ, urlsplit(self.config.sessions_url).hostname)
-        self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
-        await self._sessions.__aenter__()
-        slots = self.config.parallel or (64 if self.config.agent else 4 * (os.cpu_count() or 1))
-        self._slots = asyncio.Semaphore(slots)
-        self._most_items = 1 + math.ceil(slots / self.config.group_size)  # others would spend their time waiting
 
-    # ------------------------------------------------------------------ groups
-
-    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Run a group of sessions on an item, and return their rows; None if all of them failed."""
-        group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
-        over = time.monotonic() + _SHARE * (self.config.worker_timeout if self.config.worker_timeout > 0 else math.inf)
-        tries = [self._session(item, sampling, group, seq, over) for seq in range(self.config.group_size)]
-        found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
-        return await self._group(found) if found else None, []
-
-    async def _session(
-        self, item: Item, sampling: dict[str, Any], group: str, seq: int, over: float = math.inf
-    ) -> dict[str, Any] | None:
-        """Return what the session server says of a session with a reward, None if it had none each time, or by the time
-        ``over`` (of time.monotonic).
-        """
-        for _ in range(_TRIES):
-            state = await self._run(item, sampling, over, group=group, seq=seq)
-            self._count(state)
-            if state["reward"] is not None and state["turns"]:
-                return state
-            self.report.count(f"sessions/failed/{state['end'] if state['reward'] is None else 'no_turn'}")
-        self.report.count("sessions/left_out")
-        return None
-
-    def _count(self, state: dict[str, Any]) -> None:
-        """Count a session that ended, with its reward or without, and what happened in it."""
-        self.report.observe("turns", state["turns"])
-        happened = {name: state[name] for name in ("turns", "sampled", "tool_calls", "retries")} | {
-            "ended": 1,
-            "with_tools": state["tools"],
-            "with_calls": state["tools"] and state["tool_calls"] > 0,
-            "with_repeats": state["repeats"] >= max(_REPEATS, state["turns"] / 2),
-            **{f"forks/{cause}": n for cause, n in state["forks"].items()},
-        }
-        self.report.counts.update({f"sessions/{name}": int(n) for name, n in happened.items() if n})
-
-    async def _run(self, item: Item, sampling: dict[str, Any], over: float, **place: Any) -> dict[str, Any]:
-        """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
-        config = self.config
-        longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
-        limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
-        async with self._slots:
-            limits["seconds"] = seconds = min(config.time_limit, max(over - time.monotonic(), _POLL))
-            opened = await self._sessions.open(
-                env=config.wandb_name or self.name, item=item, sampling=sampling, limits=limits, **place
-            )
-            limit = asyncio.timeout(seconds)
-            try:
-                async with limit:
-                    if config.agent:
-                        result = await _function("agent", config.agent)(item, opened.base_url, opened.api_key)
-                    else:
-                        result = await self._execute(item, opened)
-                return await self._sessions.end(opened.id, **read_reward(result))
-            except (Exception, asyncio.CancelledError, SystemExit) as error:  # an agent raises what it likes
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
-                logger.warning("session %s failed: %r", opened.id, error)
-                end = str(error) if isinstance(error, SessionFailed) else type(error).__name__
-        return await self._sessions.end(opened.id, end="seconds" if limit.expired() else end)
-
-    async def _group(self, outcomes: list[dict[str, Any]]) -> ScoredDataGroup:
-        found = [(one["id"], one["reward"], await self._sessions.rows(one["id"])) for one in outcomes]
-        return ScoredDataGroup(**scored_group(found, self.config.wandb_name or self.name))
-
-    # ------------------------------------------------------------------ programs
+    async def play(self, item: Item, opened: Opened) -> Any:
+        if self.config.agent:
+            return await _function("agent", self.config.agent)(item, opened.base_url, opened.api_key)
+        return await self._execute(item, opened)
 
     async def _execute(self, item: Item, opened: Opened) -> Any:
         """Run the command; return what ``score`` says of its output, or its last line that holds a reward."""
@@ -241,27 +269,15 @@ class ProgramEnv(ItemsEnv):
             raise SessionFailed("exit_status")
         return next(filter(_holds_reward, reversed(output.split("\n"))), None)
 
-    # ------------------------------------------------------------------ evaluation
 
-    async def eval_item(self, item: Item) -> dict[str, Any]:
-        """Run one session, greedily; without a score if it fails each time, which is not the same as a bad one."""
-        outcome = await self._session(
-            item, SamplingParams(temperature=self.eval_temperature).request(), uuid.uuid4().hex, 0
-        )
-        if outcome is None:
-            return {"item": item}
-        return {"item": item, "score": outcome["reward"], "session": outcome["id"], "turns": outcome["turns"]}
-
-    def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
-        """Return the mean reward of the sessions that ended with one.
-
-        Raises:
-            SessionFailed: none did.
-        """
-        scores = [sample["score"] for sample in samples if "score" in sample]
-        if not scores:
-            raise SessionFailed(f"all {len(samples)} sessions of the evaluation failed: {self.report}")
-        return {"eval/reward": sum(scores) / len(scores), "eval/failed": len(samples) - len(scores)}
+def parted(
+    config: SessionsEnvConfig, train: Sequence[Item], test: Sequence[Item] | None
+) -> tuple[Sequence[Item], Sequence[Item]]:
+    """Return the items to train on and to evaluate on, as many as the options say; ``test`` None: a fifth of them."""
+    if test is None:
+        kept = max(1, len(train) - max(1, int(len(train) * _HELD_OUT)))
+        train, test = train[:kept], train[kept:] or train
+    return train[: config.train_size], test[: config.eval_size]
 
 
 def read_reward(result: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -23,6 +24,7 @@ from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.run.record import left_open, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.progress import say
@@ -53,11 +55,7 @@ class AlarmWatch:
         settings = dict(leaves(OmegaConf.to_container(run.config)))
         history = History(Limits.from_config(settings), begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
-        self._readers = [
-            (name, LineReader(run.files.environment_report(name, replica)))
-            for name, spec in specs.items()
-            for replica in range(spec.replicas)
-        ]
+        self._readers: dict[Path, LineReader] = {}
         for name, spec in specs.items():
             logs = spec.service if spec.replicas == 1 else f"{spec.service}*"
             history.environment(name).log = str(run.files.log(logs))
@@ -78,8 +76,17 @@ class AlarmWatch:
         history, now = self.watchdog.history, self._now()
         for line in lines:
             history.add_step(line)
-        for name, reader in self._readers:
-            for line in reader.new_lines():
+        reports = [
+            *(
+                self._run.files.environment_report(name, k)
+                for name, spec in self._specs.items()
+                for k in range(spec.replicas)
+            ),
+            *self._run.files.environments.glob(f"*.{ELSEWHERE}.jsonl"),
+        ]
+        for path in reports:
+            name = path.name.partition(".")[0]
+            for line in self._readers.setdefault(path, LineReader(path)).new_lines():
                 if line["time"] >= self._run.started or "registered" in line:  # counts of an earlier start say nothing
                     history.add_report(name, line)
         if self._asking.done():

@@ -38,6 +38,9 @@ FORMAT = 1
 LOCK_VARIABLE = "ATROPOS_RUN_LOCK"
 """Environment variable with the lock's file descriptor, which a launcher passes to the processes it starts."""
 
+ELSEWHERE = "sessions"
+"""In place of a replica's number: the sessions of an environment's programs that no process of the run starts."""
+
 LAUNCHER = "launcher"
 """Name of the launcher in ``services.json`` and, if it was detached, of its log."""
 
@@ -87,7 +90,7 @@ class RunDir:
     def reward_bridge(self, environment: str) -> Path:
         return self.environments / f"{environment}.reward_bridge.yaml"
 
-    def environment_report(self, name: str, replica: int = 0) -> Path:
+    def environment_report(self, name: str, replica: int | str = 0) -> Path:
         return self.environments / (f"{name}.{replica}.jsonl" if replica else f"{name}.jsonl")
 
     def remove_partial(self) -> None:

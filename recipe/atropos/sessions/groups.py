@@ -23,6 +23,7 @@ import msgspec
 from recipe.atropos.credit.group import Credit, CreditError, add_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.sessions.client import scored_group
+from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.messages import Count, RequestError
 from recipe.atropos.sessions.session import Session, SessionOptions
 from recipe.atropos.sessions.store import Store
@@ -67,6 +68,7 @@ class Groups:
         self,
         store: Store,
         api: TrajectoryApiClient,
+        reports: Reports,
         open_session: Callable[..., Session],
         load: Callable[[str], Session],
         forget: Callable[[Session], None],
@@ -74,7 +76,8 @@ class Groups:
         tokenizer: Any = None,
     ):
         self._credit = None if credit is None else partial(add_credit, credit=credit, tokenizer=tokenizer)
-        self._store, self._api, self._open_session, self._load, self._forget = store, api, open_session, load, forget
+        self._store, self._api, self._reports = store, api, reports
+        self._open_session, self._load, self._forget = open_session, load, forget
         self._groups = {group.id: group for group in map(_decode, store.groups())}
         self._env_ids = {group.request.env: group.env_id for group in self._groups.values()}
         for group in self._groups.values():
@@ -187,9 +190,8 @@ class Groups:
 
     async def _look(self, group: Group) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]
-        for session in filter(lambda session: session.is_late, sessions):
-            with contextlib.suppress(RequestError):
-                session.check()
+        for session in sessions:
+            session.settle(self._reports)
         if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
             await self._post(group, sessions)
 
@@ -213,6 +215,7 @@ class Groups:
                     raise
                 logger.error("group %s was refused: %s", group.id, error)
         await self._close(group, reason)
+        self._reports.of(group.request.env).count("sessions/left_out", len(sessions) - len(kept))
         for session in sessions:
             self._forget(session)
 

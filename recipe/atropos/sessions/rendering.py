@@ -77,6 +77,11 @@ class Rendering:
         except (ValueError, TypeError) as error:
             raise RequestError(f"chat_template_kwargs={template}: {error}") from error
 
+    @property
+    def config(self) -> RendererConfig:
+        """The package's configuration of this chat format."""
+        return self._renderer({}).config
+
     @cached_property
     def special(self) -> frozenset[int]:
         """The ids that are no text, among them those that end a reply."""

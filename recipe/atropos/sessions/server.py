@@ -36,6 +36,8 @@ from recipe.atropos.credit.group import Credit
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.dialects import DIALECTS, anthropic, responses
 from recipe.atropos.sessions.groups import GroupRequest, Groups
 from recipe.atropos.sessions.messages import KEEP_ALIVE, Asked, RequestError, Strict, error_body, event
@@ -49,6 +51,7 @@ from recipe.atropos.utils.sockets import serve
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5  # at a reply that the servers abort
+_LOOK = 1.0  # s between two looks for sessions whose time is over
 _KEEP_ALIVE = 10.0  # s between two signs of life of a stream
 _BODY_BYTES = 64 << 20
 _IN_MEMORY = 8192  # sessions, for some never end: their programs were killed
@@ -63,13 +66,15 @@ def session_key(identifier: str, key: str) -> str:
 
 class Ended(Strict):
     """The body of ``POST /sessions/ID/reward``. Without a reward the session failed, as ``end`` says. ``turn_values``:
-    what was reached after each of its turns, in the order in which they were answered.
+    what was reached after each of its turns, in the order in which they were answered. ``finished`` false: the session
+    goes on, and has this reward if it is given no other.
     """
 
     reward: float | None = None
     metrics: dict[str, float] = {}
     turn_values: list[float] | None = None
     end: str | None = None
+    finished: bool = True
 
 
 class SessionServer:
@@ -84,10 +89,12 @@ class SessionServer:
         model: str,
         api: TrajectoryApiClient,
         credit: Credit | None = None,
+        reports: Reports | None = None,
     ):
         self.store, self.rendering, self.client, self.model = store, rendering, client, model
-        self._key, self._api = key, api
-        self._groups = Groups(store, api, self._open, self._loaded, self._forget, credit, rendering.tokenizer)
+        self._key, self._api, self._reports = key, api, reports or Reports()
+        known = (self._open, self._loaded, self._forget)
+        self._groups = Groups(store, api, self._reports, *known, credit, rendering.tokenizer)
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -108,12 +115,24 @@ class SessionServer:
 
     async def _run(self, app: web.Application) -> Any:
         async with self.client, self._api:
-            self._tasks.add(asyncio.create_task(self._groups.run()))
+            self._tasks |= {asyncio.create_task(self._groups.run()), asyncio.create_task(self._settle())}
             yield
+            self._reports.write(at_once=True)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self.store.close()
+
+    async def _settle(self) -> None:
+        """End sessions whose time is over, and report what became of all, until canceled."""
+        while True:
+            try:
+                for session in list(self._sessions.values()):
+                    session.settle(self._reports)
+                self._reports.write()
+            except Exception as error:  # the disk is full, perhaps
+                logger.error("sessions cannot be counted: %s", error)
+            await asyncio.sleep(_LOOK)
 
     # ------------------------------------------------------------------ who asks
 
@@ -183,16 +202,22 @@ class SessionServer:
         return _json(self._loaded(request.match_info["id"]).rows())
 
     async def reward(self, request: web.Request) -> web.Response:
-        """End a session; the same reward again changes nothing."""
+        """End a session, or record what it has reached so far; the same reward again changes nothing."""
         ended = _decoded(await request.read(), Ended)
         session = self._loaded(request.match_info["id"])
         values, turns = ended.turn_values, len(session.tree.turns)
         if values is not None and len(values) != turns:
             raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
+        if not ended.finished:
+            if ended.reward is None or (values, ended.end) != (None, None):
+                raise RequestError("finished is false: give a reward, without turn_values and end")
+            session.reached(reward=ended.reward, metrics=ended.metrics)
+            return _json(session.answer())
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        session.finish(**msgspec.structs.asdict(ended) | {"end": end, "finished": True})
+        session.finish(**msgspec.structs.asdict(ended) | {"end": end})
         session.cancel()
-        answer = msgspec.to_builtins(session.state) | session.summary()
+        session.settle(self._reports)
+        answer = session.answer()
         if (again := self._groups.ended(session)) is not None:
             answer["again"] = self._access(request, again)
         if not self._groups.holds(session):
@@ -315,6 +340,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--api", required=True, help="URL of the Trajectory API, for groups")
     parser.add_argument("--tokenizer", required=True, help="the policy's: a folder, or a name on the hub")
     parser.add_argument("--data", type=Path, required=True, help="the database, which is made if it is missing")
+    parser.add_argument(
+        "--run-dir", type=RunDir, help="the run whose reports get the sessions that no environment counts"
+    )
     parser.add_argument("--model", default="policy", help="its name in answers")
     parser.add_argument("--renderer", default="auto", help="a name of the package renderers, or default")
     parser.add_argument("--tool-parser", help="format of tool calls, where the chat template is used: qwen3, ...")
@@ -330,7 +358,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     client = SGLangClient(options.gateway, key, options.timeout, own=True)
     api = TrajectoryApiClient(options.api, key)
-    server = SessionServer(Store(options.data), rendering, client, key, options.model, api, options.credit)
+    server = SessionServer(
+        Store(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)
+    )
     serve(server.app(), options.host, options.port, logger)
 
 

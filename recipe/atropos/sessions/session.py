@@ -22,6 +22,7 @@ import numpy as np
 
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.sampled import SampledReply
+from recipe.atropos.sessions.counts import Reports, count_session
 from recipe.atropos.sessions.messages import (
     Asked,
     Call,
@@ -68,11 +69,12 @@ class SessionOptions(Strict):
 
 
 class SessionRequest(SessionOptions):
-    """The body of ``POST /sessions``."""
+    """The body of ``POST /sessions``; ``counted``: its environment counts it, so the server need not."""
 
     env: str = ""
     group: str | None = None
     seq: int = 0
+    counted: bool = False
 
 
 class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
@@ -212,10 +214,29 @@ class Session:
     def finish(self, end: str, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""
         fields = {"finished": bool(result) or self.state.finished}
-        if self.state.end is None or (end == "reward" and self.state.reward is None):
+        if self.state.end is None or (end == "reward" and (self.state.reward is None or not self.state.finished)):
             fields = {"end": end, **result}
         self.state = msgspec.structs.replace(self.state, **fields)
         self.save()
+
+    def reached(self, **result: Any) -> None:
+        """Record a reward of a program that goes on."""
+        if not self.state.finished:
+            self.state = msgspec.structs.replace(self.state, **result)
+            self.save()
+
+    def settle(self, reports: Reports) -> None:
+        """End the session if its time is over; count it, once, if it has ended for good."""
+        if self.is_late and self.state.end is None:
+            self.finish("seconds")
+        if (self.state.finished or self.is_late) and not self.state.counted:
+            self.state = msgspec.structs.replace(self.state, counted=True)
+            self.save()
+            count_session(reports.of(self.state.env), self.answer())
+
+    def answer(self) -> dict[str, Any]:
+        """Return its state and what happened in it."""
+        return msgspec.to_builtins(self.state) | self.summary()
 
     def cancel(self) -> None:
         """End the requests that are sampled: their tokens would be in no row that was read."""
@@ -351,8 +372,8 @@ class Session:
             ids = rendering.tokenizer.encode(asked.prompt)
             return None, ids, [], "other" if parent is not None and parent.text != asked.prompt else None
         if asked.prompt is not None:
-            parent, count = self.tree.continued_ids(as_ids(asked.prompt))
-            return parent, asked.prompt[count:], [], None
+            parent, count = self.tree.continued_ids(ids := as_ids(asked.prompt))
+            return parent, asked.prompt[count:], [], "other" if parent is None and self.tree.begun(ids) else None
         parent, count = self.tree.continued(messages, _basis(asked))
         if parent is not None:
             added = rendering.bridged(parent, messages[:count], messages[count:], asked.tools, asked.template)

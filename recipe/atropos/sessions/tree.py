@@ -154,6 +154,11 @@ class Tree:
 
         return self._deepest(end)
 
+    def begun(self, ids: np.ndarray) -> bool:
+        """Return whether ``ids``, (length,) int32, go on after the first prompt of a history."""
+        first = [turn.added for turn in self.turns if turn.parent is None]
+        return any(len(each) < len(ids) and np.array_equal(ids[: len(each)], each) for each in first)
+
     def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
         """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
         differs.

@@ -124,7 +124,8 @@ class EnvironmentHistory:
         if self.counts["sent"] > before["sent"]:
             self.at_last_group = now, step, self.counts.copy()
         self.recent.append((now, step, self.counts.copy()))
-        while len(self.recent) > 2 and self.counts["items"] - self.recent[1][2]["items"] >= RECENT_ITEMS:
+        ended = "items" if self.counts["items"] else "sessions/ended"  # of programs that the run does not start
+        while len(self.recent) > 2 and self.counts[ended] - self.recent[1][2][ended] >= RECENT_ITEMS:
             self.recent.popleft()
 
 

@@ -14,6 +14,7 @@ from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.launcher import alarm_watch as module
 from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
+from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
 from recipe.atropos.watchdog import watchdog
@@ -132,6 +133,28 @@ def test_alarm_watch_counts_no_silence_of_a_suspension(tmp_path, monkeypatch, su
     finally:
         run.stop()
     assert [line["alarm"] for line in read_lines(run.files.alarms)] == alarms
+
+
+def test_alarm_watch_reads_what_the_session_server_reports(tmp_path):
+    """Of environments that the run does not start."""
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
+    counts = {"sessions/ended": 64, "sessions/failed/seconds": 64}
+
+    async def look():
+        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
+            path = run.files.environment_report("mine", ELSEWHERE)
+            path.parent.mkdir()
+            for given in ({}, counts):
+                line = {"replica": ELSEWHERE, "in_flight": 0, "means": {}, "counts": given}
+                append_line(path, {"time": time.time(), "env": "mine", **line})
+                await alarm_watch.poll()
+
+    try:
+        asyncio.run(look())
+    finally:
+        run.stop()
+    [line] = read_lines(run.files.alarms)
+    assert (line["alarm"], line["environment"]) == ("agent_does_not_end", "mine")
 
 
 def test_alarm_watch_says_that_the_api_waits_for_room(tmp_path):

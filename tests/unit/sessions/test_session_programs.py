@@ -46,8 +46,8 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions, stream):
     assert sessions.state(opened) | {"sampled": 0, "created": 0, "id": 0} == {
         "id": 0, "env": "", "item": None, "group": None, "seq": 0, "sampling": {}, "created": 0, "end": None,
         "limits": {"turns": None, "tokens": None, "seconds": None, "context": None}, "reward": None, "metrics": {},
-        "turn_values": None, "finished": False, "turns": 3, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1,
-        "repeats": 0, "retries": 0, "forks": {},
+        "turn_values": None, "finished": False, "counted": False, "turns": 3, "sampled": 0, "rows": 1, "tools": True,
+        "tool_calls": 1, "repeats": 0, "retries": 0, "forks": {},
     }  # fmt: skip
 
 

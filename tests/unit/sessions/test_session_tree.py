@@ -76,6 +76,11 @@ async def test_session_turns_are_one_row_in_every_template(tmp_path, template):
     assert program.session.summary() | {"sampled": 0} == {
         "turns": 4, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1, "repeats": 0, "retries": 0, "forks": {},
     }  # fmt: skip
+    tokenizer = program.rendering.tokenizer
+    begins = "bos_token" in TEMPLATES[template]
+    assert (tokenizer.encode("sum")[0] == tokenizer.bos_token_id) == begins  # it could come twice
+    for prompt, *_ in program.policy.sampled:
+        assert [at for at, each in enumerate(prompt) if each == tokenizer.bos_token_id] == [0] * begins
 
 
 @pytest.mark.parametrize("thinking", ["kept", "as_template"])
@@ -98,7 +103,7 @@ async def test_session_bridge_is_what_the_template_writes(tmp_path):
     for template in set(TEMPLATES) - changing:
         program = await run(tmp_path, template, [])
         rendering, tokenizer = program.rendering, program.rendering.tokenizer
-        program.policy.split = lambda text, tokenizer=tokenizer: tokenizer.encode(text)
+        program.policy.split = lambda text, tokenizer=tokenizer: tokenizer.encode(text, add_special_tokens=False)
         program.policy.script = ["12", "19"]
         history = [user("sum")]
         await program.ask(history)
@@ -190,6 +195,28 @@ async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
 
 
+async def test_session_replies_that_are_empty_are_trained(tmp_path):
+    """The policy says nothing but its end; the conversation goes on after it, in one row."""
+    program = await run(tmp_path, "chatml", ["", "19", ""])
+    check_trained_once(program.policy, program.session.tree)
+    assert [history[-1]["content"] for history in program.seen] == ["", "19", ""]
+    assert [len(tokens) for _, tokens, _ in program.policy.sampled][::2] == [1, 1]
+    assert len(list(program.session.tree.leaves())) == 1 and not program.session.summary()["forks"]
+
+
+async def test_session_goes_on_after_a_truncation_within_a_tool_call(tmp_path):
+    """What was sampled of the call stays, as content that the client sends back, and is trained."""
+    program = await run(tmp_path, "chatml", [])
+    program.policy.script = ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "19"]
+    history = [user("sum")]
+    reply = await program.ask(history, sampling={"max_new_tokens": 5})
+    assert (reply.finish, reply.calls, len(reply.tokens)) == ("length", (), 5)
+    assert reply.content.startswith('{"')
+    await program.ask([*program.seen[-1], user("and?")])
+    check_trained_once(program.policy, program.session.tree)
+    assert len(list(program.session.tree.leaves())) == 1 and not program.session.summary()["forks"]
+
+
 async def test_session_calls_that_cannot_be_read_stay_in_the_content(tmp_path):
     program = await run(tmp_path, "chatml", ['so <tool_call>\n{"name": "add", "argu', "19"])
     assert program.seen[0][-1]["content"].startswith("so ") and '"argu' in program.seen[0][-1]["content"]
@@ -227,8 +254,7 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
         await ask(encode(first) + reply.tokens[:-1] + encode("no"))
     check_trained_once(policy, program.session.tree)
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
-    # ids that differ are another prompt
-    assert program.session.summary()["forks"] == ({"other": 1} if prompt == "text" else {})
+    assert program.session.summary()["forks"] == {"other": 1}
 
 
 async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):

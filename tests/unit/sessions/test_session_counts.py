@@ -1,0 +1,90 @@
+"""What the session server counts of sessions that no environment counts."""
+
+import time
+
+from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from helpers.waiting import until
+from recipe.atropos.report.facts import sessions as rows_of_sessions
+from recipe.atropos.report.run_history import read_history
+from recipe.atropos.run.folder import ELSEWHERE
+from recipe.atropos.utils.files import read_lines
+from recipe.atropos.watchdog.history import EnvironmentHistory
+from recipe.atropos.watchdog.rules.environments import agent_finding
+
+
+def ended(sessions, opened, **result):
+    status, answer = sessions.call("POST", f"/sessions/{opened['id']}/reward", result)
+    assert status == 200
+    return answer
+
+
+def test_sessions_from_elsewhere_are_counted_once(tmp_path):
+    """Also over a restart of the server, and when a reward is given again; those that their environment counts never
+    are."""
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 9)) as sessions:
+        whole, failed, silent, late, own = (
+            sessions.open(env="my/env", **fields)
+            for fields in ({}, {}, {}, {"limits": {"seconds": 0.5}}, {"counted": True})
+        )
+        for opened in (whole, failed, own):
+            sessions.ask(opened)
+        sessions.ask(whole, retry=True)
+        edited = [
+            {"role": "user", "content": "sum"},
+            {"role": "assistant", "content": "7"},
+            {"role": "user", "content": "x"},
+        ]
+        sessions.ask(whole, messages=edited)
+        ended(sessions, whole, reward=1.0)
+        ended(sessions, whole, reward=1.0)
+        ended(sessions, failed, end="crashed")
+        ended(sessions, silent, reward=1.0)
+        ended(sessions, own, reward=1.0)
+        until(lambda: sessions.state(late)["end"] == "seconds")
+        expected = {
+            "ended": 4, "turns": 3, "sampled": 6, "retries": 1, "forks/message_edited": 1,
+            "failed/crashed": 1, "failed/no_turn": 1, "failed/seconds": 1,
+        }  # fmt: skip
+        assert sessions.counts("my_env") == expected
+        ended(sessions, whole, reward=1.0)
+        ended(sessions, failed, reward=1.0)
+        assert sessions.counts("my_env") == expected
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    [row] = rows_of_sessions(read_history(tmp_path / "run"))
+    assert row[:6] == ["my_env", 4, "crashed 1, no_turn 1, seconds 1", 0, "message_edited 1", 1]
+
+
+def test_sessions_from_elsewhere_raise_the_alarms_of_agents(tmp_path):
+    """The newest ones alone count: an agent that was repaired is silent again."""
+    environment, seen = EnvironmentHistory("mine"), 0
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer())) as sessions:
+        for end, alarm in (("seconds", "agent_does_not_end"), ("turns", "agent_loops"), (None, None)):
+            for _ in range(64 if end else 130):
+                ended(sessions, sessions.open(env="mine"), **({"end": end} if end else {"reward": 1.0}))
+            sessions.counts("mine")
+            lines = read_lines(sessions.files.environment_report("mine", ELSEWHERE))
+            for line in lines[seen:]:
+                environment.add(line, None)
+            seen, found = len(lines), agent_finding(environment)
+            assert (found and found.alarm) == alarm
+            time.sleep(0.01)
+
+
+def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path):
+    """It has that one if its time is over, or its program gives no other."""
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 9)) as sessions:
+        whole, late = sessions.open(env="a"), sessions.open(env="a", limits={"seconds": 1.0})
+        for opened in (whole, late):
+            sessions.ask(opened)
+            assert ended(sessions, opened, reward=0.25, finished=False)["end"] is None
+        assert sessions.ask(whole, messages=[{"role": "user", "content": "more"}])[0] == 200
+        for wrong in ({"end": "crashed"}, {"reward": 1.0, "turn_values": [1.0, 1.0]}, {}):
+            status, answer = sessions.call("POST", f"/sessions/{whole['id']}/reward", wrong | {"finished": False})
+            assert status == 400 and "finished" in answer["error"]["message"]
+        answer = ended(sessions, whole, reward=1.0)
+        assert (answer["end"], answer["reward"], answer["turns"]) == ("reward", 1.0, 2)
+        assert ended(sessions, whole, reward=0.5, finished=False)["reward"] == 1.0
+        assert sessions.ask(whole)[0] == 403
+        until(lambda: sessions.state(late)["end"] == "seconds")
+        assert sessions.state(late)["reward"] == 0.25
+        assert "failed/seconds" not in sessions.counts("a")
