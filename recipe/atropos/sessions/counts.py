@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.atropos.adapter.reporting import EnvReport
+from recipe.atropos.run.env_report import EnvReport
 from recipe.atropos.run.folder import ELSEWHERE, RunDir
 
 _REPEATS = 2  # of calls at least, and in half of the turns: a session that makes the same call again and again

@@ -21,10 +21,10 @@ from recipe.atropos.adapter.defaults import complete
 from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag, take_settings
 from recipe.atropos.adapter.loading import EnvironmentTargetError, load_environment
 from recipe.atropos.adapter.posting import check_sizes
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.validate import check_limits, validated
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.run.env_report import EnvReport
 
 SAID = "helpers.environments.said_env:SaidEnv"
 WHOLE = """

@@ -86,7 +86,7 @@ def test_inspect_indents_what_several_turns_continue(files, capsys):
         *("turn 0", "  prompt: 12"),
         *("    turn 1 after 0", "      prompt: <|im_end|> 7"),
         *("    turn 2 after 0", "      prompt: <|im_end|> 7"),
-        *("turn 3, begins anew: a new conversation", f"  prompt: {len(body['input_ids'])} token ids"),
+        *("turn 3, begins anew: other", f"  prompt: {len(body['input_ids'])} token ids"),
     ]
 
 
