@@ -69,7 +69,7 @@ def judged(model, group, hint):
     [({"hint": HINT}, solution("go")), ({"base_url": ..., "api_key_env": "TEACHERS_KEY", "scale": 0.5}, "")],
     ids=["hint", "served"],
 )
-def test_credit_of_a_teacher_is_minus_the_reverse_kl_of_each_token(model_path, server, teacher, hint, monkeypatch):
+def test_credit_of_a_teacher_is_the_reverse_kl_of_each_token(model_path, server, teacher, hint, monkeypatch):
     monkeypatch.setenv("TEACHERS_KEY", "of nobody's interest")
     teacher = {name: server if value is ... else value for name, value in teacher.items()}
     group, counts = sent(model_path, server, {"teacher": teacher, "mix": 0.25})
@@ -108,7 +108,7 @@ def test_credit_of_a_teacher_names_what_is_wrong(model_path, server, teacher, to
         sent(model_path, server, {"teacher": teacher})
 
 
-def test_credit_of_a_teacher_needs_the_policys_temperature_and_tokenizer(model_path, server, monkeypatch):
+def test_credit_of_a_teacher_needs_temperature_and_tokenizer(model_path, server, monkeypatch):
     monkeypatch.setenv("ATROPOS_TEMPERATURE", "0.5")
     with pytest.raises(CreditError, match=r"judges at temperature 1, the policy sampled at \[0.5\]"):
         sent(model_path, server, {"teacher": {"hint": HINT}})
@@ -122,7 +122,7 @@ def test_credit_of_a_teacher_needs_the_policys_temperature_and_tokenizer(model_p
         sent(model_path, server, {"teacher": {"base_url": server}})
 
 
-def test_credit_of_a_teacher_is_at_temperature_1_whatever_is_asked_for(server):
+def test_credit_of_a_teacher_is_at_temperature_1_always(server):
     """What ``rollout.temperature`` is refused for: the day that SGLang scales a prompt's logprobs, this fails."""
 
     def logprobs(temperature):

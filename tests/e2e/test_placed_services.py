@@ -53,7 +53,7 @@ def test_a_place_that_is_lost_before_its_start_is_found_anew(placed, tmp_path):
     assert output_of(placed, tmp_path, "echo", "here") == (0, "here\n")
 
 
-def test_a_place_at_loopback_is_refused_where_there_are_other_nodes(placed, monkeypatch):
+def test_a_place_at_loopback_is_refused_beside_other_nodes(placed, monkeypatch):
     """A node that joined without --node-ip-address; alone, it needs no other address."""
     launch = SGLangLaunch("m", python="p", port=1)
     placed._seats["program"].address = ("127.0.0.1", 7)

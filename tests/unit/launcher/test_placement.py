@@ -489,11 +489,11 @@ def test_placement_of_replicas_is_by_ray_on_a_cluster(monkeypatch, overrides, pl
     check_environments_placement(config, [spec])
 
 
-@pytest.mark.parametrize("cluster", ["auto", "127.0.0.1:6379", "no.such.host.invalid:6379"])
-def test_placement_on_the_head_itself_takes_its_default_route(monkeypatch, cluster):
+@pytest.mark.parametrize("head", ["auto", "127.0.0.1:6379", "no.such.host.invalid:6379"])
+def test_placement_on_the_head_itself_takes_its_default_route(monkeypatch, head):
     """As Ray does, whose head is at that address unless it is told another."""
     monkeypatch.setattr(hosts, "reachable_from_others", lambda host: f"for {host}")
-    assert hosts.address_for_nodes(cluster) == "for 0.0.0.0"
+    assert hosts.address_for_nodes(head) == "for 0.0.0.0"
 
 
 @pytest.mark.parametrize("colocated", [True, False])

@@ -374,7 +374,8 @@ def test_run_servers_wait_for_the_memory_that_the_trainer_has(configured, tmp_pa
 @pytest.mark.parametrize(("status", "starts"), [(-9, 2), (1, 1)])
 def test_run_server_lost_before_it_is_up_is_placed_anew(configured, tmp_path, monkeypatch, capsys, status, starts):
     """With its node; gateway and trainer, which saves, start again with its address. Its own error would repeat."""
-    run, log, started = configured("inference.placement=ray", "inference.python=python"), tmp_path / "sglang.log", []
+    cluster = ("inference.placement=ray", "ray_kwargs.ray_init.address=head:6379")
+    run, log, started = configured(*cluster, "inference.python=python"), tmp_path / "sglang.log", []
     log.touch()
     cluster = SimpleNamespace(
         awaited=lambda name: "",

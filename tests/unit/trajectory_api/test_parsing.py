@@ -91,7 +91,7 @@ READ = {"overrides", "group_overrides", "generation_params"}
 
 
 @pytest.mark.parametrize("case", [name for name, (fields, _) in BAD.items() if fields.keys() <= READ])
-def test_what_an_earlier_version_stored_is_refused_by_the_trainer_too(case):
+def test_what_an_earlier_version_stored_is_refused_in_training(case):
     """It checked hardly any of it at the post."""
     fields, reason = BAD[case]
     stored = {name: json.dumps(value).encode() for name, value in fields.items()}
