@@ -33,7 +33,7 @@ from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, has_a
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.run.env_report import EnvReport
+from recipe.atropos.run.reporting import EnvReport
 
 logger = logging.getLogger(__name__)
 

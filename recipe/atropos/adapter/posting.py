@@ -49,7 +49,7 @@ from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.validate import as_groups, size_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.run.env_report import PLACE, EnvReport, Place
+from recipe.atropos.run.reporting import PLACE, EnvReport, Place
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 

@@ -17,7 +17,7 @@ from recipe.atropos.credit.group import has_advantages
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
-from recipe.atropos.run.env_report import EnvReport
+from recipe.atropos.run.reporting import EnvReport
 
 _GROUPS: ContextVar[list[dict[str, Any]] | None] = ContextVar("groups", default=None)  # of the current item
 _ORIGINAL = base.ScoredDataGroup

@@ -29,7 +29,7 @@ from pydantic import Field
 
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run.env_report import EnvReport
+from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.utils.files import write_atomic
 
 logger = logging.getLogger(__name__)

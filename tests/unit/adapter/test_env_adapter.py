@@ -24,7 +24,7 @@ from recipe.atropos.adapter.posting import check_sizes
 from recipe.atropos.adapter.validate import check_limits, validated
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
-from recipe.atropos.run.env_report import EnvReport
+from recipe.atropos.run.reporting import EnvReport
 
 SAID = "helpers.environments.said_env:SaidEnv"
 WHOLE = """

@@ -31,7 +31,7 @@ from recipe.atropos.launcher.environment_processes import (
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
 from recipe.atropos.report.run_history import SENT, read_history
-from recipe.atropos.run.env_report import EnvReport
+from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.utils.files import LineReader, append_line
 from recipe.atropos.utils.process import ServiceFailed
 
