@@ -23,7 +23,6 @@ from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.posting import PostingEnv
 from recipe.atropos.adapter.recorded_calls import record_all_calls, sglang_servers
 from recipe.atropos.adapter.replicas import take_part
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.adapter.restore import chat_templates_give_lists, collect_each, restore_group
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.shaping import check_literals, dropped_by_environment, record_groups, recorded, shape
@@ -33,6 +32,7 @@ from recipe.atropos.algorithm.reward_bridge import RewardBridge
 from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, has_advantages, turns_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.run.reporting import EnvReport
 
 logger = logging.getLogger(__name__)
 

@@ -45,11 +45,11 @@ from tenacity import AsyncRetrying, RetryCallState, stop_after_attempt, wait_cha
 
 from recipe.atropos.adapter.recorded_calls import cause_of, sglang_servers
 from recipe.atropos.adapter.replicas import checkpoint_name
-from recipe.atropos.adapter.reporting import PLACE, EnvReport, Place
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.validate import as_groups, size_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.run.reporting import PLACE, EnvReport, Place
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 

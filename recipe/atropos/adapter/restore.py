@@ -35,9 +35,9 @@ from atroposlib.envs.base import ScoredDataGroup
 from transformers import PreTrainedTokenizerBase
 
 from recipe.atropos.adapter.completion_cache import Completion, CompletionCache
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED, trained_spans
+from recipe.atropos.run.reporting import EnvReport
 
 _OTHER = 1e-3  # from this difference on, a logprob counts as different from the reply's
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none

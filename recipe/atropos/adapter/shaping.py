@@ -12,12 +12,12 @@ from typing import Any
 
 from atroposlib.envs import base
 
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError
 from recipe.atropos.credit.group import has_advantages
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.run.reporting import EnvReport
 
 _GROUPS: ContextVar[list[dict[str, Any]] | None] = ContextVar("groups", default=None)  # of the current item
 _ORIGINAL = base.ScoredDataGroup

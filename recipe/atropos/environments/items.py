@@ -27,9 +27,9 @@ from typing import Any
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from pydantic import Field
 
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.utils.files import write_atomic
 
 logger = logging.getLogger(__name__)

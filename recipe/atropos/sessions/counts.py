@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.run.folder import ELSEWHERE, RunDir
+from recipe.atropos.run.reporting import EnvReport
 
 _REPEATS = 2  # of calls at least, and in half of the turns: a session that makes the same call again and again
 _CAUSE = re.compile(r"\w[\w .-]{0,39}")  # a few words: a program may say anything, and a report names each cause

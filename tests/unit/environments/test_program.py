@@ -13,9 +13,9 @@ import pytest
 
 from helpers.agents import adds
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.sessions.client import Opened
 from recipe.atropos.utils.process import unstopped
 from recipe.atropos.utils.secret import API_KEY_VARIABLE

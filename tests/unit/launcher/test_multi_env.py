@@ -15,7 +15,6 @@ import pytest
 from helpers.environments import item_env
 from helpers.runs import Placed, run_of
 from helpers.trainer import changed_config, compose_config
-from recipe.atropos.adapter.reporting import EnvReport
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs, fill_warnings
@@ -32,6 +31,7 @@ from recipe.atropos.launcher.environment_processes import (
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
 from recipe.atropos.report.run_history import SENT, read_history
+from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.utils.files import LineReader, append_line
 from recipe.atropos.utils.process import ServiceFailed
 
