@@ -120,7 +120,7 @@ class Program:
     @property
     def environment(self) -> str:
         """The environment that runs it."""
-        return "program" if self.is_command or ":" in self.target else "verifiers"
+        return "program" if self.is_command or ":" in self.target else "verifiers_env"
 
     def right(self, reward: float) -> float:
         """Return the percentage of right answers for a mean reward."""
@@ -183,9 +183,8 @@ def train(program: Program, folder: Path, steps: int, held_out: int) -> float:
     else:
         tasks = f"{program.target} {VERIFIERS} --env.taskset.file"
         options = [f"environment.args.taskset={tasks} {training}", f"environment.args.held_out={tasks} {test}"]
-        options += ["environment.target=recipe.atropos.environments.verifiers", f"environment.python={python}"]
-    if program.is_command or program.environment == "verifiers":
-        options.append("environment.args.parallel=8")  # each starts a process that imports a client's package
+        options += [f"environment.target={EXAMPLES / 'verifiers_env.py'}", f"environment.python={python}"]
+        options.append("sessions.enabled=true")
     if program.tool:
         policy = ensure_small_policy(recipe=ToolRecipe())
         options += [f"actor_rollout_ref.model.path={policy}", "sessions.tool_parser=qwen3"]

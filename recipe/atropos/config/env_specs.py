@@ -26,7 +26,6 @@ NO_STEP_LIMIT = 10**9
 
 _LEAST_FILL = 0.8
 _PROGRAM = "recipe.atropos.environments.program"
-_VERIFIERS = "recipe.atropos.environments.verifiers"
 _PROGRAM_KEYS = ("command", "agent", "items", "score")
 _NULL_IS_A_VALUE = ("python", "reward_bridge", "credit", "min_batch_allocation")
 _OWN_KEYS = {  # flags of the environment that have their own keys
@@ -54,16 +53,6 @@ class EnvironmentSpec(Environment):
     def program(self) -> dict[str, Any]:
         """Flags of an environment that runs a program, by name; empty for any other."""
         return {f"env.{key}": getattr(self, key) for key in _PROGRAM_KEYS} if self.target == _PROGRAM else {}
-
-    @property
-    def uses_sessions(self) -> bool:
-        """Whether its programs sample through the session server."""
-        return self.place in (_PROGRAM, _VERIFIERS)
-
-    @property
-    def renders(self) -> bool:
-        """Whether its programs write the policy's chat format themselves."""
-        return self.place == _VERIFIERS
 
     @property
     def service(self) -> str:

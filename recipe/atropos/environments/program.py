@@ -76,9 +76,7 @@ class SessionsEnvConfig(ItemsEnvConfig):
     )
     max_turns: int | None = Field(None, ge=1, description="Replies of a session")
     max_tokens: int | None = Field(None, ge=1, description="Sampled tokens of a session")
-    parallel: int | None = Field(
-        None, ge=1, description="Sessions at once; by default 64, of a command 4 for each core"
-    )
+    parallel: int | None = Field(None, ge=1, description="Sessions at once; by default 4 for each core, of an agent 64")
 
 
 class SessionFailed(AtroposError):
@@ -87,8 +85,6 @@ class SessionFailed(AtroposError):
 
 class SessionsEnv(ItemsEnv):
     """Environment whose items are played in sessions, by a subclass's ``play``; see the module docstring."""
-
-    slots = 64  # sessions at once, if ``parallel`` says nothing
 
     @abstractmethod
     async def play(self, item: Item, opened: Opened) -> Any:
@@ -106,7 +102,7 @@ class SessionsEnv(ItemsEnv):
         os.environ |= without_proxy(os.environ, urlsplit(self.config.sessions_url).hostname)
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
         await self._sessions.__aenter__()
-        slots = self.config.parallel or self.slots
+        slots = self.config.parallel or (64 if getattr(self.config, "agent", None) else 4 * (os.cpu_count() or 1))
         self._slots = asyncio.Semaphore(slots)
         self._most_items = 1 + math.ceil(slots / self.config.group_size)  # others would spend their time waiting
 
@@ -216,11 +212,6 @@ class ProgramEnv(SessionsEnv):
             raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
         train = _items("items", config.items, "train")
         return parted(config, train, config.held_out and _items("held_out", config.held_out, "test"))
-
-    async def setup(self) -> None:
-        if self.config.command is not None:
-            self.slots = 4 * (os.cpu_count() or 1)
-        await super().setup()
 
     async def play(self, item: Item, opened: Opened) -> Any:
         if self.config.agent:

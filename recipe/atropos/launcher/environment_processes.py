@@ -171,8 +171,6 @@ def environment_command(
     if spec.several and spec.min_batch_allocation is None:
         known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
     known |= spec.program
-    if spec.renders:
-        known |= {f"env.{name}": run.config.sessions[name] for name in ("renderer", "tool_parser", "thinking")}
     if subcommand == "serve":
         known["slurm"] = False
     given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]

@@ -76,7 +76,7 @@ def start_sessions(run: Run, inference: Inference, api: Service) -> None:
 def session_command(run: Run, inference: Inference, api_url: str) -> list[str] | None:
     """Return the session server's command, None if nothing uses one; its address is ``run.sessions_url`` then."""
     sessions, model, host = run.config.sessions, run.config.actor_rollout_ref.model.path, run.config.inference.host
-    used = any(spec.uses_sessions for spec in run.plan.specs.values()) if sessions.enabled is None else sessions.enabled
+    used = any(spec.program for spec in run.plan.specs.values()) if sessions.enabled is None else sessions.enabled
     if not used:
         return None
     port = sessions.port or free_port(host)

@@ -15,11 +15,14 @@ class SessionError(AtroposError, RuntimeError):
 
 
 class Opened(NamedTuple):
-    """A session. A program needs ``base_url`` (for OpenAI's clients with /v1) and ``api_key``, which opens it alone."""
+    """A session. A program needs ``base_url`` (for OpenAI's clients with /v1) and ``api_key``, which opens it alone,
+    and ``renderer``, a configuration of the package renderers, if it writes the chat format itself.
+    """
 
     id: str
     base_url: str
     api_key: str
+    renderer: dict[str, Any] = {}
 
 
 def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str) -> dict[str, Any]:

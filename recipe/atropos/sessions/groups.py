@@ -110,10 +110,8 @@ class Groups:
         return sessions
 
     def _begin(self, group: Group, seq: int) -> Session:
-        request = group.request
-        limits = request.limits
-        if limits.seconds is None:
-            limits = msgspec.structs.replace(limits, seconds=_SESSION_SECONDS)
+        request, limits = group.request, group.request.limits
+        limits = msgspec.structs.replace(limits, seconds=limits.seconds or _SESSION_SECONDS)
         place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
         return self._open_session(**place, sampling=request.sampling, limits=limits)
 

@@ -77,10 +77,10 @@ class Rendering:
         except (ValueError, TypeError) as error:
             raise RequestError(f"chat_template_kwargs={template}: {error}") from error
 
-    @property
-    def config(self) -> RendererConfig:
+    @cached_property
+    def config(self) -> dict[str, Any]:
         """The package's configuration of this chat format."""
-        return self._renderer({}).config
+        return self._renderer({}).config.model_dump(mode="json", exclude_none=True)
 
     @cached_property
     def special(self) -> frozenset[int]:

@@ -117,11 +117,11 @@ class SessionServer:
         async with self.client, self._api:
             self._tasks |= {asyncio.create_task(self._groups.run()), asyncio.create_task(self._settle())}
             yield
-            self._reports.write(at_once=True)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         self.store.close()
+        self._reports.write(at_once=True)
 
     async def _settle(self) -> None:
         """End sessions whose time is over, and report what became of all, until canceled."""
@@ -187,10 +187,11 @@ class SessionServer:
             self._forget(one)
         return session
 
-    def _access(self, request: web.Request, session: Session) -> dict[str, str]:
+    def _access(self, request: web.Request, session: Session) -> dict[str, Any]:
         """Return what a program needs of a session."""
         identifier, url = session.state.id, f"{request.scheme}://{request.host}"
-        return {"id": identifier, "base_url": url, "api_key": session_key(identifier, self._key)}
+        key, renderer = session_key(identifier, self._key), self.rendering.config
+        return {"id": identifier, "base_url": url, "api_key": key, "renderer": renderer}
 
     async def open_group(self, request: web.Request) -> web.Response:
         sessions = await self._groups.open(_decoded(await request.read(), GroupRequest))
@@ -208,19 +209,17 @@ class SessionServer:
         values, turns = ended.turn_values, len(session.tree.turns)
         if values is not None and len(values) != turns:
             raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
-        if not ended.finished:
-            if ended.reward is None or (values, ended.end) != (None, None):
-                raise RequestError("finished is false: give a reward, without turn_values and end")
-            session.reached(reward=ended.reward, metrics=ended.metrics)
-            return _json(session.answer())
+        if not ended.finished and (ended.reward is None or (values, ended.end) != (None, None)):
+            raise RequestError("finished is false: give a reward, without turn_values and end")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        session.finish(**msgspec.structs.asdict(ended) | {"end": end})
-        session.cancel()
+        session.finish(**msgspec.structs.asdict(ended) | {"end": end if ended.finished else None})
+        if ended.finished:
+            session.cancel()
         session.settle(self._reports)
         answer = session.answer()
         if (again := self._groups.ended(session)) is not None:
             answer["again"] = self._access(request, again)
-        if not self._groups.holds(session):
+        if session.state.end is not None and not self._groups.holds(session):
             self._forget(session)
         return _json(answer)
 

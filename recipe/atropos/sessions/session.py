@@ -211,19 +211,15 @@ class Session:
         """Whether its seconds are over."""
         return self.state.limits.seconds is not None and time.time() - self.state.created > self.state.limits.seconds
 
-    def finish(self, end: str, **result: Any) -> None:
-        """End the session, if it has not ended; ``result``: fields of ``State``, if its program has ended too."""
-        fields = {"finished": bool(result) or self.state.finished}
+    def finish(self, end: str | None, **result: Any) -> None:
+        """End the session, if it has not ended; ``result``: what its program says, which goes on if ``end``
+        is None.
+        """
+        fields = {"finished": result.get("finished", False) or self.state.finished}
         if self.state.end is None or (end == "reward" and (self.state.reward is None or not self.state.finished)):
             fields = {"end": end, **result}
         self.state = msgspec.structs.replace(self.state, **fields)
         self.save()
-
-    def reached(self, **result: Any) -> None:
-        """Record a reward of a program that goes on."""
-        if not self.state.finished:
-            self.state = msgspec.structs.replace(self.state, **result)
-            self.save()
 
     def settle(self, reports: Reports) -> None:
         """End the session if its time is over; count it, once, if it has ended for good."""

@@ -15,7 +15,6 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from openai.types.chat import ChatCompletionMessage
 
 from helpers.adapter_cli import run_adapter
-from recipe.atropos.adapter import reporting
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.defaults import complete
 from recipe.atropos.adapter.flags import UsageError, check_flags, join_negative_values, take_flag, take_settings
@@ -24,6 +23,7 @@ from recipe.atropos.adapter.posting import check_sizes
 from recipe.atropos.adapter.validate import check_limits, validated
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.run import reporting
 from recipe.atropos.run.reporting import EnvReport
 
 SAID = "helpers.environments.said_env:SaidEnv"

@@ -1,18 +1,19 @@
-"""An environment of verifiers as it is: ``environment.target=recipe.atropos.environments.verifiers``.
+"""Any environment of verifiers, as it is: ``environment.target=examples/agents/verifiers_env.py``.
 
-``taskset`` is what follows ``vf-eval`` on a command line: the name of a taskset, and flags of its environment, of the
-selected tasks and of sampling, such as ``gsm8k-v1 --env.agent.runtime.type subprocess --sampling.max-tokens 512``.
-``environment.python`` is an interpreter that has it and verifiers.
+``environment.args.taskset`` is what follows ``vf-eval`` on a command line: the name of a taskset, and flags of its
+environment, of the selected tasks and of sampling, such as ``gsm8k-v1 --env.agent.runtime.type subprocess``.
+``environment.python`` is an interpreter that has the taskset and verifiers 0.4.0.
 
 - Episodes are played by verifiers' own server, with the taskset's harness, tools and rewards, in a process of its own,
   which is started again if it ends.
-- The server's train client renders the prompts, and is told each session's address and key; a session holds exactly the
-  tokens that were sampled. A model that ``renderers`` does not know by name has every turn rendered anew there, which
-  goes on with the session's row where the ids come out equal.
+- Its train client renders the prompts, and is told each session's address and key; a session holds exactly the tokens
+  that were sampled. A model that ``renderers`` does not know by name has every turn rendered anew there, which goes on
+  with the session's row where the ids come out equal; else it is counted as a fork.
 - An episode that is not whole, or has no reward, fails its session, under the name of its last error.
 """
 
 import asyncio
+import atexit
 import json
 import logging
 import os
@@ -25,11 +26,9 @@ from typing import Any
 
 from pydantic import Field
 
-from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.program import SessionFailed, SessionsEnv, SessionsEnvConfig, parted
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.sessions.client import Opened
-from recipe.atropos.sessions.rendering import Rendering, Thinking
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -54,9 +53,6 @@ class VerifiersEnvConfig(SessionsEnvConfig):
 
     taskset: str | None = Field(None, description="A taskset's name and flags, as for vf-eval")
     held_out: str | None = Field(None, description="The same for evaluation; by default a fifth of the tasks")
-    renderer: str = Field("auto", description="Chat format; the launcher gives that of sessions.renderer")
-    tool_parser: str | None = Field(None, description="Of sessions.tool_parser")
-    thinking: Thinking = Field("kept", description="Of sessions.thinking")
 
 
 class VerifiersEnv(SessionsEnv):
@@ -73,10 +69,7 @@ class VerifiersEnv(SessionsEnv):
 
     async def setup(self) -> None:
         await super().setup()
-        config = self.config
-        self._asked = _read("taskset", config.taskset)
-        rendering = Rendering(self.tokenizer, config.renderer, config.tool_parser, config.thinking)
-        self._client_fields = {"renderer": rendering.config, "renderer_model_name": config.tokenizer_name}
+        self._asked = _read("taskset", self.config.taskset)
         self._starting, self._server, self._client = asyncio.Lock(), None, None
         await self._serve()
 
@@ -91,9 +84,7 @@ class VerifiersEnv(SessionsEnv):
             folder = Path(self._folder.name)
             (folder / "env.json").write_text(json.dumps(env_config_data(self._asked.env)))
             command = [sys.executable, "-c", _SERVER, str(folder)]
-            path = os.pathsep.join(
-                [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
-            )  # uv is there, perhaps
+            path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ.get('PATH', '')}"  # uv may be there
             self._server = await asyncio.to_thread(
                 start_service,
                 "verifiers",
@@ -102,6 +93,7 @@ class VerifiersEnv(SessionsEnv):
                 env={"PATH": path, API_KEY_VARIABLE: ""},  # the environments' key is no program's
             )
             self._client = EnvClient(f"ipc://{folder}/socket")
+            atexit.register(self._client.ctx.destroy, linger=0)  # else the interpreter waits for its socket for ever
             while not await self._client.health(_LOOK):
                 if self._server.poll() is not None:
                     raise self._server.failure("did not start")
@@ -111,7 +103,8 @@ class VerifiersEnv(SessionsEnv):
 
         await self._serve()
         headers = {"Authorization": f"Bearer {opened.api_key}"}
-        client = TrainClientConfig(base_url=f"{opened.base_url}/v1", headers=headers, **self._client_fields)
+        chat = {"renderer": opened.renderer, "renderer_model_name": self.config.tokenizer_name}
+        client = TrainClientConfig(base_url=f"{opened.base_url}/v1", headers=headers, **chat)
         server, run = self._server, self._client.run(client, "policy", self._asked.sampling, item)
         running = asyncio.ensure_future(run)
         try:
@@ -133,16 +126,13 @@ class VerifiersEnv(SessionsEnv):
 def _read(name: str, words: str | None) -> Any:
     """Return what vf-eval reads in an option. Raises ConfigurationError: it cannot be used; names it."""
     try:
-        from pydantic_config import ConfigFileError, cli
-        from verifiers.v1.cli.resolve import narrow_config, plugin_errors, with_positional_taskset
+        from pydantic_config import cli
+        from verifiers.v1.cli.resolve import narrow_config, with_positional_taskset
         from verifiers.v1.configs.cli.eval import EvalConfig
-    except ImportError as error:
-        raise ConfigurationError(f"--env.{name}={words}: {error}; install verifiers in environment.python") from error
-    try:
+
         arguments = with_positional_taskset(shlex.split(words or ""))
-        with plugin_errors():
-            found = cli(narrow_config(EvalConfig, arguments), args=arguments)
-    except (ConfigFileError, SystemExit, ValueError) as error:
+        found = cli(narrow_config(EvalConfig, arguments), args=arguments)
+    except (Exception, SystemExit) as error:  # a taskset's module raises what it likes
         raise ConfigurationError(f"--env.{name}={words}: {error}") from error
     if not found.env.taskset.id:
         raise ConfigurationError(f"--env.{name}={words}: give the name of a taskset, and flags as for vf-eval")
@@ -159,7 +149,3 @@ def _tasks(name: str, words: str | None) -> list[Item]:
     if not tasks.bounded:
         raise ConfigurationError(f"--env.{name}={words}: the taskset has no end; say how many tasks with -n")
     return [task.data.model_dump(mode="json") for task in tasks]
-
-
-if __name__ == "__main__":
-    adapt(VerifiersEnv).cli()
