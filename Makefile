@@ -73,7 +73,7 @@ progress = | awk -v total=$$(cat $(2) | grep -c ==) '/^Collecting /{if (++n % 25
 	/^Installing/{say("unpacking " total " packages")} function say(text) {print "$(1): " text; fflush()}'
 
 $(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
-	@echo "$(VENV): installing the trainer's $$(grep -c == $<) packages (torch, verl, ray), 2.3 GB, once"
+	@echo "$(VENV): installing the trainer's $$(grep -c == $<) packages (torch, verl, ray), 2.3 GB, once, in about 3 minutes"
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python $(PIP_INSTALL) -r requirements/trainer-cpu.txt $(call progress,$(VENV),$<)
@@ -94,7 +94,7 @@ $(MUTATION_STAMP): requirements/mutation.txt
 $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt
 $(SGLANG_0_5_12_STAMP): requirements/sglang-0.5.12-cpu.txt requirements/sglang-0.5.12.txt
 $(SGLANG_STAMP) $(SGLANG_0_5_12_STAMP): %/.installed:
-	@echo "$*: installing SGLang's $$(cat $^ | grep -c ==) packages, 2.6 GB, once"
+	@echo "$*: installing SGLang's $$(cat $^ | grep -c ==) packages, 2.6 GB, once, in about 3 minutes"
 	@rm -rf $*
 	@$(PYTHON) -m venv $*
 	@$*/bin/python $(PIP_INSTALL) -r $(filter %-cpu.txt,$^) $(call progress,$*,$^)
