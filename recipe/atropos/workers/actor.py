@@ -195,7 +195,7 @@ class ActorGroup(LimitedWorkerGroup):
         """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""
         return dict(ChainMap(*self.save_checkpoint(str(folder / "actor"), None, step)))
 
-    def update(self, batch: DataProto, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def update(self, batch: DataProto, meanwhile: Callable[[], object]) -> dict[str, Any]:
         """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``.
 
         ``meanwhile`` is called while the ranks are at work.

@@ -10,10 +10,10 @@ from verl.single_controller.ray import base as ray_base
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.verl_ext import algorithm, batch, cpu_platform, device, driver, engines, ranks, worker
+from recipe.atropos.verl_ext import algorithm, batch, cpu_platform, device, driver, engines, patches, ranks, worker
 
 RECIPE = Path(batch.__file__).parents[1]
-IMPORTING = (algorithm, batch, cpu_platform, device, driver, engines, ranks, worker)
+IMPORTING = (algorithm, batch, cpu_platform, device, driver, engines, patches, ranks, worker)
 MODULES = {module.__name__.rpartition(".")[2]: module for module in IMPORTING}
 
 # How each is called: the number of positional arguments, and the names of the others.
@@ -85,6 +85,12 @@ ATTRIBUTES = {
     cpu_platform.PlatformRegistry: ("register", "registered_names", "get"),
     device.PrecisionType: ("to_dtype",),
     driver.Tracking: ("log",),
+    patches.rollout_corr_helper: (
+        "compute_is_metrics",
+        "compute_rs_metrics",
+        "compute_offpolicy_metrics",
+        "compute_rollout_correction_and_add_to_batch",
+    ),
     ranks.CheckpointEngine: ("send_weights", "receive_weights", "prepare", "finalize", "init_process_group"),
     ranks.CheckpointEngineRegistry: ("register",),
     ranks.RayResourcePool: ("store", "get_placement_groups"),
