@@ -201,9 +201,13 @@ class ActorGroup(LimitedWorkerGroup):
         ``meanwhile`` is called while the ranks are at work.
         """
         self.meanwhile.append(meanwhile)
-        mini_batches = batch.meta_info.get("mini_batches", 1)
-        chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
-        return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())
+        return update_actor(
+            self,
+            _select(batch, _FORWARD_KEYS + _UPDATE_KEYS),
+            self.settings.actor,
+            mini_batches=batch.meta_info.get("mini_batches", 1),
+            ranks=self.data_parallel_size(),
+        )
 
 
 def _without_padding(batch: DataProto, **options: bool) -> Any:

@@ -40,7 +40,6 @@ CALLS = {
     "batch.calculate_workload": (1, ()),
     "batch.compute_position_id_with_mask": (1, ()),
     "batch.get_seqlen_balanced_partitions": (1, ("k_partitions", "equal_size")),
-    "batch.left_right_2_no_padding": (1, ()),
     "batch.log_seqlen_unbalance": (2, ("prefix",)),
     "batch.no_padding_2_padding": (2, ()),
     "batch.rename_dict": (2, ()),
