@@ -11,10 +11,15 @@ import torch
 from omegaconf import DictConfig, open_dict
 
 from recipe.atropos.data.data_proto import rows_where
-from recipe.atropos.verl_ext.algorithm import calculate_debug_metrics, compute_rollout_correction_and_add_to_batch
+from recipe.atropos.verl_ext.algorithm import (
+    calculate_debug_metrics,
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from recipe.atropos.verl_ext.batch import DataProto
-from recipe.atropos.verl_ext.patches import correct_without_metrics
 
+_WEIGHTED_BY = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
 COMPARED = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
 
 
@@ -60,16 +65,21 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
     """
     known, indices = with_log_probs(rows)
     weights = rows.batch["response_mask"].float()
-    if known is not None:
-        known = correct_without_metrics(known, config)
-    if known is not None and config.rollout_rs:
-        mask = rows.batch["response_mask"].clone()
-        mask[indices] = known.batch["response_mask"].to(mask.dtype)
-        rows.batch["response_mask"] = mask
-        rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
+    if known is not None:  # verl's metrics of all this take much longer: see ``compare_with_engine``
+        tensors = known.batch
+        sampled = {"log_ratio": tensors["old_log_probs"] - tensors["rollout_log_probs"]}
+        sampled["response_mask"] = tensors["response_mask"]
+        if config.rollout_is:
+            options = {key: config[key] for key in _WEIGHTED_BY}
+            weights[indices], _ = compute_rollout_correction_weights(**sampled, **options)
+        if config.rollout_rs:
+            options = {key: config[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+            kept, _ = compute_rollout_rejection_mask(**sampled, **options)
+            mask = rows.batch["response_mask"].clone()
+            mask[indices] = kept.to(mask.dtype)
+            rows.batch["response_mask"] = mask
+            rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
     if config.rollout_is:
-        if known is not None:
-            weights[indices] = known.batch["rollout_is_weights"]
         rows.batch["rollout_is_weights"] = weights
 
 

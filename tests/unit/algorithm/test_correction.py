@@ -1,18 +1,14 @@
 """Importance weights and rejection, for rows with and without the engine's logprobs."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
-from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
 from helpers.trainer import compose_config
 from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode, correct_rollout
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.verl_ext.patches import correct_without_metrics
 
 LIMITS = RowLimits(max_length=90, pad_token_id=0)
 
@@ -111,24 +107,12 @@ def test_correction_is_given_to_the_loss_in_bypass_mode_alone(bypass):
     ],
     ids=lambda settings: next(iter(settings)) + "=" + next(iter(settings.values())),
 )
-def test_correction_without_metrics_is_verls(settings):
-    """Only the metrics are left out: these are all that verl adds to what it returns."""
+def test_correction_is_verls(settings):
+    """Its weights and mask are those of verl's own call, whose metrics come later."""
     ratios, settings = [[0.5, 1.5, 4.0], [3.0, 3.0], [0.25], [1.0, 1.1]], correction(**settings)
     expected, metrics = compute_rollout_correction_and_add_to_batch(rows_of(ratios), settings)
-    found = correct_without_metrics(rows_of(ratios), settings)
-    assert found.batch.keys() == expected.batch.keys() and metrics
-    assert all(torch.equal(found.batch[key], expected.batch[key]) for key in found.batch.keys())
-    again = compute_rollout_correction_and_add_to_batch(rows_of(ratios), settings)[1]
-    assert again == metrics, "verl is as it was"
-
-
-def test_verl_still_has_no_correction_without_metrics():
-    """Once a parameter leaves them out, patches.py need not."""
-    known = {
-        "compute_rollout_correction_and_add_to_batch": {"batch", "rollout_corr_config"},
-        "compute_rollout_correction_weights": {
-            *("log_ratio", "response_mask", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-        },
-        "compute_rollout_rejection_mask": {"log_ratio", "response_mask", "rollout_rs", "rollout_rs_threshold"},
-    }
-    assert known == {name: inspect.signature(getattr(rollout_corr_helper, name)).parameters.keys() for name in known}
+    found = rows_of(ratios)
+    assert compare_with_engine(found, 0, settings).items() >= metrics.items() and metrics
+    correct_rollout(found, settings)
+    for key in ("response_mask", *(["rollout_is_weights"] if settings.rollout_is else [])):
+        assert torch.equal(found.batch[key], expected.batch[key]), key

@@ -10,10 +10,10 @@ from verl.single_controller.ray import base as ray_base
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.verl_ext import algorithm, batch, cpu_platform, device, driver, engines, patches, ranks, worker
+from recipe.atropos.verl_ext import algorithm, batch, cpu_platform, device, driver, engines, ranks, worker
 
 RECIPE = Path(batch.__file__).parents[1]
-IMPORTING = (algorithm, batch, cpu_platform, device, driver, engines, patches, ranks, worker)
+IMPORTING = (algorithm, batch, cpu_platform, device, driver, engines, ranks, worker)
 MODULES = {module.__name__.rpartition(".")[2]: module for module in IMPORTING}
 
 # How each is called: the number of positional arguments, and the names of the others.
@@ -26,6 +26,14 @@ CALLS = {
     "algorithm.compute_data_metrics": (1, ("use_critic",)),
     "algorithm.compute_grpo_outcome_advantage": (3, ("norm_adv_by_std_in_grpo",)),
     "algorithm.compute_rollout_correction_and_add_to_batch": (2, ()),
+    "algorithm.compute_rollout_correction_weights": (
+        0,
+        ("log_ratio", "response_mask", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
+    ),
+    "algorithm.compute_rollout_rejection_mask": (
+        0,
+        ("log_ratio", "response_mask", "rollout_rs", "rollout_rs_threshold"),
+    ),
     "algorithm.compute_throughout_metrics": (2, ("n_gpus",)),
     "algorithm.compute_timing_metrics": (2, ()),
     "algorithm.compute_variance_proxy_metrics": (1, ("gradient_norm",)),
@@ -84,12 +92,6 @@ ATTRIBUTES = {
     cpu_platform.PlatformRegistry: ("register", "registered_names", "get"),
     device.PrecisionType: ("to_dtype",),
     driver.Tracking: ("log",),
-    patches.rollout_corr_helper: (
-        "compute_is_metrics",
-        "compute_rs_metrics",
-        "compute_offpolicy_metrics",
-        "compute_rollout_correction_and_add_to_batch",
-    ),
     ranks.CheckpointEngine: ("send_weights", "receive_weights", "prepare", "finalize", "init_process_group"),
     ranks.CheckpointEngineRegistry: ("register",),
     ranks.RayResourcePool: ("store", "get_placement_groups"),
