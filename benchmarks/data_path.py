@@ -342,7 +342,7 @@ def pad_to_maximum(batch: DataProto, limits: RowLimits, longest: int) -> DataPro
 def update(trainer: RayGRPOAtroposTrainer, batch: DataProto) -> Outcome:
     """Run one update of the actor, by the trainer's own code."""
     trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, 1
-    trainer._update_actor(batch)
+    trainer._update_actor(batch, meanwhile=lambda _: None)
     return Outcome(float(trainer.metrics["actor/pg_loss"]), float(trainer.metrics["actor/grad_norm"]))
 
 

@@ -23,7 +23,7 @@ from recipe.atropos.algorithm.advantages import KLCoefficient, RunningMoments, a
 from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
 from recipe.atropos.algorithm.mini_batches import lay_out
-from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode
+from recipe.atropos.algorithm.off_policy import COMPARED, compare_with_engine, configure_bypass_mode
 from recipe.atropos.algorithm.trajectories import has_several_rows, require_defined, shares_of
 from recipe.atropos.checkpoint.resumption import model_identity
 from recipe.atropos.checkpoint.shards import load_verified, save_state
@@ -100,6 +100,7 @@ class RayGRPOAtroposTrainer:
         kl = {} if self.kl_controller is None else {"kl_in_reward": KLCoefficient(self.kl_controller)}
         self.record = RunRecord(config.run.dir, {"advantage_moments": self.advantage_moments} | kl)
         self.metrics: dict[str, Any] = {}
+        self._later: list[Callable[[], dict[str, float]]] = []  # metrics to compute while the ranks update
         self.timing_raw: dict[str, float] = {}
         self.global_steps, self._longest_step = 0, 0.0
         self.preempted = False  # by SIGUSR1: the step that is being trained is the last, and is saved
@@ -274,14 +275,14 @@ class RayGRPOAtroposTrainer:
                 wait_until_evaluated(settings.evaluated_file, version, limit, self._poll_servers)
 
     def _compute_log_probs(self, batch: DataProto) -> None:
-        """Add ``old_log_probs``, (B, R), of the policy before the update; compare them with the engine's in metrics.
+        """Add ``old_log_probs``, (B, R), of the policy before the update; later compare them with the engine's.
 
         In bypass mode they are the engine's, except for rows that came without logprobs.
         """
         engine = batch.batch.get("rollout_log_probs")
-        bypass = self.config.algorithm.rollout_correction.bypass_mode
+        correction = self.config.algorithm.rollout_correction
         lacking = ~batch.non_tensor_batch["has_log_probs"] & ~batch.non_tensor_batch["is_padding"]
-        if not bypass:
+        if not correction.bypass_mode:
             with marked_timer("old_log_prob", self.timing_raw):
                 computed, mfu = self.actor.log_probs(batch)
             entropy = mean_entropy(computed.pop("entropys"), batch, self.config.actor_rollout_ref.actor)
@@ -292,8 +293,10 @@ class RayGRPOAtroposTrainer:
         if engine is None:
             return
         if "old_log_probs" in batch.batch:
-            self.metrics |= compare_with_engine(batch, version=self.global_steps - 1)
-        if bypass:
+            self._later.append(  # with the tensors of now, before the bypass and any rejection
+                partial(compare_with_engine, batch.select(COMPARED), self.global_steps - 1, correction)
+            )
+        if correction.bypass_mode:
             known = torch.from_numpy(~lacking)[:, None]
             batch.batch["old_log_probs"] = torch.where(known, engine, batch.batch.get("old_log_probs", engine))
 
@@ -310,7 +313,7 @@ class RayGRPOAtroposTrainer:
                 batch, self.config.algorithm, self.config.trainer.atropos, self.advantage_moments, self.kl_controller
             )
 
-    def _update_actor(self, batch: DataProto, meanwhile: Callable[[DataProto], object] = lambda batch: None) -> None:
+    def _update_actor(self, batch: DataProto, meanwhile: Callable[[DataProto], object]) -> None:
         """Run the optimizer steps of the batch; if rejection left no token at all, only count the batch.
 
         ``meanwhile(batch)`` is called while the ranks are at work: what none of them waits for.
@@ -354,6 +357,8 @@ class RayGRPOAtroposTrainer:
 
     def _describe(self, batch: DataProto) -> None:
         """Write text, scores and versions of every row to ``rollouts/STEP.jsonl``; compute the rows' metrics."""
+        while self._later:
+            self.metrics |= self._later.pop(0)()
         self._rows, self._rollouts = real_rows(batch), []
         if folder := self.config.trainer.rollout_data_dir:
             self._rollouts = write_rollouts(Path(folder), self.global_steps, self._rows, self.tokenizer)

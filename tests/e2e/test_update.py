@@ -358,6 +358,6 @@ def test_distillation_alone_without_a_teacher_is_an_error(trainer, plain, groups
     trainer.distillation = DistillationConfig(loss_coef=1.0, use_policy_loss=False)
     try:
         with pytest.raises(RuntimeError, match="use_policy_loss=false, but no row of this batch has distill_token_ids"):
-            trainer._update_actor(batch)
+            trainer._update_actor(batch, meanwhile=trainer._describe)
     finally:
         trainer.distillation = DistillationConfig(loss_coef=0.7)

@@ -127,6 +127,7 @@ def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path
     assert trainer.metrics["atropos/rows_with/other_temperature"] == 6
     trainer._compute_log_probs(batch)
     assert_logprobs(batch.batch["old_log_probs"], plain, rows)
+    trainer.metrics |= trainer._later.pop()()
     trainer._raise_alarms()
     assert trainer.metrics["atropos/alarms/logprob_difference"] > 0.1
 

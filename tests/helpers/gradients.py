@@ -88,7 +88,7 @@ class Update:
             trainer._check_sampling(batch)
         trainer._compute_log_probs(batch)
         trainer._compute_advantages(batch)
-        trainer._update_actor(batch)
+        trainer._update_actor(batch, meanwhile=trainer._describe)
         self.batch = batch
         self.metrics = trainer.metrics
         after = self._weights(trainer)

@@ -33,9 +33,10 @@ def scored_batch(trainer, server, step):
     """A batch of fresh samples, ready for the update, and the largest difference of engine and worker on it."""
     batch, _ = groups_to_data_proto(sampled_groups(server), trainer.limits, trainer.mini_batch_size)
     prepare(trainer, batch, step)
+    trainer._describe(batch)
     return batch, trainer.metrics["atropos/logprob_diff/max"]
 
 
 def update(trainer, batch, step):
     trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
-    trainer._update_actor(deepcopy(batch))
+    trainer._update_actor(deepcopy(batch), meanwhile=trainer._describe)

@@ -75,7 +75,7 @@ def running(config: DictConfig) -> Iterator[Any]:
 def update(trainer: Any, batch: Any, step: int) -> None:
     """One update on a batch, of which the engine's logprobs are known."""
     prepare(trainer, batch, step)
-    trainer._update_actor(batch)
+    trainer._update_actor(batch, meanwhile=trainer._describe)
 
 
 def prepare(trainer: Any, batch: Any, step: int) -> None:
@@ -94,7 +94,7 @@ def pushed_weights(run_dir: Path | str, version: int) -> dict[str, torch.Tensor]
 
 def begin_step(trainer: Any, batch: Any, step: int) -> None:
     """What the trainer sets before the parts of ``fit_step`` that a test calls itself."""
-    trainer.metrics, trainer.timing_raw, trainer.global_steps = {}, {}, step
+    trainer.metrics, trainer.timing_raw, trainer._later, trainer.global_steps = {}, {}, [], step
     batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
 
 

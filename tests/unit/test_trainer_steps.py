@@ -56,7 +56,7 @@ def trainer(tmp_path):
     trainer.config = compose_config("actor_rollout_ref.model.path=none", "trainer.atropos.max_staleness=1")
     trainer.limits, trainer.mini_batch_size, trainer.batch_size, trainer.actor = LIMITS, 2, 8, Ranks()
     trainer.record, trainer.global_steps = RunRecord(tmp_path), POLICY + 1
-    trainer.metrics, trainer.timing_raw = {}, {}
+    trainer.metrics, trainer.timing_raw, trainer._later = {}, {}, []
     trainer.sampling_check = SimpleNamespace(metrics=lambda *_: {}, temperatures=lambda *_: None)
     return trainer
 
@@ -202,10 +202,10 @@ def test_a_trainer_preempted_in_a_push_leaves_it_for_no_server(trainer):
 def test_survivors_fresh_is_what_the_policys_own_version_sampled(trainer):
     for versions, fresh in (([POLICY, POLICY - 1], 1.5), ([POLICY - 1] * 2, None)):
         batch, _ = groups_to_data_proto([a_group(versions, (-0.5, -0.25))], LIMITS)
-        trainer.metrics = {}
         trainer._compute_log_probs(batch)
-        assert trainer.metrics.get("atropos/logprob_diff/fresh_mean") == fresh
-        assert trainer.metrics["atropos/logprob_diff/mean"] == pytest.approx(1.625)
+        metrics = trainer._later.pop()()
+        assert metrics.get("atropos/logprob_diff/fresh_mean") == fresh
+        assert metrics["atropos/logprob_diff/mean"] == pytest.approx(1.625)
 
 
 def test_survivors_bypassed_rows_without_logprobs_get_policys(trainer):

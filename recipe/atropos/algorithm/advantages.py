@@ -95,15 +95,13 @@ def add_advantages(
     ``kl_controller`` is used if the KL to the reference policy is part of the reward. That KL affects advantages
     computed from rewards, not those that the environment sent.
     """
-    metrics: dict[str, float] = {}
     real = ~batch.non_tensor_batch["is_padding"]
     rows = rows_where(batch, real)
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]
-    if algorithm.use_kl_in_reward:
-        metrics |= subtract_kl(rows, kl_controller, algorithm.kl_penalty)
+    metrics = subtract_kl(rows, kl_controller, algorithm.kl_penalty) if algorithm.use_kl_in_reward else {}
     rows.batch["sampled_mask"] = rows.batch["response_mask"]  # before any rejection
     if "rollout_log_probs" in rows.batch and not algorithm.rollout_correction.bypass_mode:
-        metrics |= correct_rollout(rows, algorithm.rollout_correction)
+        correct_rollout(rows, algorithm.rollout_correction)
     compute_advantages(rows, algorithm, atropos, moments)
     for key in set(_ADDED) & set(rows.batch.keys()):
         values = rows.batch[key]

@@ -11,23 +11,31 @@ import torch
 from omegaconf import DictConfig, open_dict
 
 from recipe.atropos.data.data_proto import rows_where
-from recipe.atropos.verl_ext.algorithm import calculate_debug_metrics, compute_rollout_correction_and_add_to_batch
+from recipe.atropos.verl_ext.algorithm import (
+    calculate_debug_metrics,
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from recipe.atropos.verl_ext.batch import DataProto
+
+_WEIGHTED_BY = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+COMPARED = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
 
 
 def with_log_probs(rows: DataProto) -> tuple[DataProto | None, np.ndarray]:
     """Return the rows whose engine logprobs are known (or None), and their indices. Padding rows have none."""
     known = rows.non_tensor_batch["has_log_probs"]
-    keys = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
-    return (rows_where(rows.select(keys), known) if known.any() else None), np.flatnonzero(known)
+    return (rows_where(rows.select(COMPARED), known) if known.any() else None), np.flatnonzero(known)
 
 
-def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
+def compare_with_engine(rows: DataProto, version: int, correction: DictConfig) -> dict[str, float]:
     """Return metrics that compare the engine's ``rollout_log_probs`` with the trainer's ``old_log_probs``.
 
     ``atropos/logprob_diff/mean`` and ``max`` are of the absolute difference over trained tokens, in nats;
     ``fresh_mean`` covers only rows sampled by the policy's own ``version``, if there are any. Only kernels and rounding
-    contribute to it, so a value above ``trainer.atropos.logprob_tolerance`` raises an alarm.
+    contribute to it, so a value above ``trainer.atropos.logprob_tolerance`` raises an alarm. verl's ``rollout_corr/``
+    are of ``correct_rollout``, which ``rows`` have not been through.
     """
     known, _ = with_log_probs(rows)
     if known is None:
@@ -43,11 +51,13 @@ def compare_with_engine(rows: DataProto, version: int) -> dict[str, float]:
     if mask[fresh].any():
         fresh = fresh.repeat_interleave(mask.sum(-1))
         metrics["atropos/logprob_diff/fresh_mean"] = difference[fresh].mean().item()
+    if not correction.bypass_mode:
+        metrics |= compute_rollout_correction_and_add_to_batch(known, correction)[1]
     return metrics
 
 
-def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
-    """Apply the importance weights and rejection of ``config``; return verl's ``rollout_corr/`` metrics.
+def correct_rollout(rows: DataProto, config: DictConfig) -> None:
+    """Apply the importance weights and rejection of ``config``.
 
     Sets ``rollout_is_weights``, (B, R) float32, if ``rollout_is`` is set, and removes rejected tokens from
     ``response_mask``. The ``token_level_rewards`` of rejected tokens move to the row's last kept token, because some
@@ -55,19 +65,22 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> dict[str, float]:
     """
     known, indices = with_log_probs(rows)
     weights = rows.batch["response_mask"].float()
-    metrics: dict[str, float] = {}
-    if known is not None:
-        known, metrics = compute_rollout_correction_and_add_to_batch(known, config)
-    if known is not None and config.rollout_rs:
-        mask = rows.batch["response_mask"].clone()
-        mask[indices] = known.batch["response_mask"].to(mask.dtype)
-        rows.batch["response_mask"] = mask
-        rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
+    if known is not None:  # verl's metrics of all this take much longer: see ``compare_with_engine``
+        tensors = known.batch
+        sampled = {"log_ratio": tensors["old_log_probs"] - tensors["rollout_log_probs"]}
+        sampled["response_mask"] = tensors["response_mask"]
+        if config.rollout_is:
+            options = {key: config[key] for key in _WEIGHTED_BY}
+            weights[indices], _ = compute_rollout_correction_weights(**sampled, **options)
+        if config.rollout_rs:
+            options = {key: config[key] for key in ("rollout_rs", "rollout_rs_threshold")}
+            kept, _ = compute_rollout_rejection_mask(**sampled, **options)
+            mask = rows.batch["response_mask"].clone()
+            mask[indices] = kept.to(mask.dtype)
+            rows.batch["response_mask"] = mask
+            rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
     if config.rollout_is:
-        if known is not None:
-            weights[indices] = known.batch["rollout_is_weights"]
         rows.batch["rollout_is_weights"] = weights
-    return metrics
 
 
 def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

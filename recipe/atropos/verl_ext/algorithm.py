@@ -17,7 +17,11 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     compute_variance_proxy_metrics,
 )
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_and_add_to_batch,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import AggregationType, Metric, reduce_metrics
 from verl.utils.torch_functional import masked_mean

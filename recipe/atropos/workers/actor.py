@@ -198,15 +198,19 @@ class ActorGroup(LimitedWorkerGroup):
         """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""
         return dict(ChainMap(*self.save_checkpoint(str(folder / "actor"), None, step)))
 
-    def update(self, batch: DataProto, meanwhile: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def update(self, batch: DataProto, meanwhile: Callable[[], object]) -> dict[str, Any]:
         """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``.
 
         ``meanwhile`` is called while the ranks are at work.
         """
         self.meanwhile.append(meanwhile)
-        mini_batches = batch.meta_info.get("mini_batches", 1)
-        chosen = _select(batch, _FORWARD_KEYS + _UPDATE_KEYS)
-        return update_actor(self, chosen, self.settings.actor, mini_batches, self.data_parallel_size())
+        return update_actor(
+            self,
+            _select(batch, _FORWARD_KEYS + _UPDATE_KEYS),
+            self.settings.actor,
+            mini_batches=batch.meta_info.get("mini_batches", 1),
+            ranks=self.data_parallel_size(),
+        )
 
 
 def _free(bundle: dict[str, int]) -> str:

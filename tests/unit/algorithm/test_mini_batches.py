@@ -2,12 +2,20 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import left_right_2_no_padding
 
-from recipe.atropos.algorithm.mini_batches import lay_out, micro_batch_size, mini_batch_of_groups, update_actor
+from recipe.atropos.algorithm.mini_batches import (
+    lay_out,
+    micro_batch_size,
+    mini_batch_of_groups,
+    update_actor,
+    without_padding,
+)
 from recipe.atropos.data.data_proto import rows_to_data_proto
 from recipe.atropos.data.rows import Row, RowLimits
 
@@ -141,6 +149,21 @@ def test_mini_batches_without_a_trained_token_are_left_out():
     metrics = update_actor(workers, batch, OmegaConf.create(settings), mini_batches=3, ranks=2)
     assert workers.first_tokens == [0, 1, 4, 5, 6, 7, 10, 11] and workers.told["mini_batch_size"] == 4
     assert metrics["atropos/mini_batches"] == [2] and metrics["atropos/mini_batches_without_token"] == [1]
+
+
+def test_batches_without_padding_are_verls():
+    """The tokens, in verl's own order, of rows that are padded on both sides, and of a padding row."""
+    batch = rows_to_data_proto(some_rows([2, 2], [3, 4, 5, 6]), RowLimits(12, 0), multiple_of=5)
+    shape = (*batch.batch["input_ids"].shape, 2)
+    batch.batch["teacher_ids"], batch.batch["teacher_logprobs"] = torch.randint(9, shape), torch.randn(shape)
+    found, expected = without_padding(batch), left_right_2_no_padding(batch.to_tensordict())
+    for key in ("input_ids", "position_ids", "teacher_ids", "teacher_logprobs"):
+        assert torch.equal(found[key].values(), expected[key].values()), key
+        assert found[key].offsets().tolist() == expected[key].offsets().tolist()
+    for key in ("max_seq_len", "max_response_len"):
+        assert tu.get(found, key) == tu.get(expected, key)
+    for key in ("attention_mask", "response_mask", "loss_mask"):
+        assert torch.equal(found[key], expected[key].bool())
 
 
 @pytest.mark.parametrize(

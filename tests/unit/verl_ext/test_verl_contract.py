@@ -26,6 +26,14 @@ CALLS = {
     "algorithm.compute_data_metrics": (1, ("use_critic",)),
     "algorithm.compute_grpo_outcome_advantage": (3, ("norm_adv_by_std_in_grpo",)),
     "algorithm.compute_rollout_correction_and_add_to_batch": (2, ()),
+    "algorithm.compute_rollout_correction_weights": (
+        0,
+        ("log_ratio", "response_mask", "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
+    ),
+    "algorithm.compute_rollout_rejection_mask": (
+        0,
+        ("log_ratio", "response_mask", "rollout_rs", "rollout_rs_threshold"),
+    ),
     "algorithm.compute_throughout_metrics": (2, ("n_gpus",)),
     "algorithm.compute_timing_metrics": (2, ()),
     "algorithm.compute_variance_proxy_metrics": (1, ("gradient_norm",)),
@@ -40,7 +48,6 @@ CALLS = {
     "batch.calculate_workload": (1, ()),
     "batch.compute_position_id_with_mask": (1, ()),
     "batch.get_seqlen_balanced_partitions": (1, ("k_partitions", "equal_size")),
-    "batch.left_right_2_no_padding": (1, ()),
     "batch.log_seqlen_unbalance": (2, ("prefix",)),
     "batch.no_padding_2_padding": (2, ()),
     "batch.rename_dict": (2, ()),
