@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from recipe.atropos.environments.code_problems import SYNTHETIC, job, load_problems
-from recipe.atropos.environments.sandbox.runner import Job, Limits, Sandbox
+from recipe.atropos.environments.sandbox.runner import Job, Sandbox, SandboxLimits
 
 TARGETS = {"right_verdicts": "== 1", "ratio": ">= 1"}
 
@@ -41,7 +41,7 @@ def speed(check: Callable[[Job], bool], jobs: list[tuple[Job, bool]], workers: i
 def solutions(dataset: str) -> None:
     """Print how many of a dataset's own solutions pass, and which do not."""
     problems = [p for s in ("train", "test") for p in load_problems(dataset, s, None, None, 0)]
-    with Sandbox(Limits()) as sandbox, ThreadPoolExecutor(sandbox.workers) as pool:
+    with Sandbox(SandboxLimits()) as sandbox, ThreadPoolExecutor(sandbox.workers) as pool:
         verdicts = list(pool.map(lambda problem: sandbox.check(job(problem, problem["gold"])), problems))
     print(f"{dataset}: {dict(Counter(verdict.why for verdict in verdicts))} of {len(problems)} solutions")
     for problem, verdict in zip(problems, verdicts, strict=True):

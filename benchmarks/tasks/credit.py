@@ -26,7 +26,7 @@ from recipe.atropos.demo.policies import CalculatorRecipe
 from recipe.atropos.demo.small_policy import Chat
 from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig, tool_answers
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
-from recipe.atropos.environments.word_problems import Row, split_of
+from recipe.atropos.environments.word_problems import WordProblem, split_of
 
 ITEMS = 1000  # to train on
 KEYS = dict(zip("abcdefgh", "+-*+-*+-", strict=True))
@@ -47,21 +47,21 @@ class KeysEnv(CalculatorEnv):
     eval_temperature = 1.0
 
     @classmethod
-    def load(cls, config: KeysConfig) -> tuple[list[Row], list[Row]]:
+    def load(cls, config: KeysConfig) -> tuple[list[WordProblem], list[WordProblem]]:
         """Return the items; with a curriculum those to train on have every number of steps up to ``steps``."""
         levels = [config.steps] if config.curriculum_threshold is None else range(1, config.steps + 1)
         train = [row for steps in levels for row in cls.rows("train", ITEMS // len(levels), steps, config.seed)]
         return train, cls.rows("test", config.eval_size, config.steps, 0)
 
     @staticmethod
-    def rows(split: str, size: int, steps: int, seed: int) -> list[Row]:
+    def rows(split: str, size: int, steps: int, seed: int) -> list[WordProblem]:
         return keys(split, size, steps, seed)
 
-    def reply(self, problem: Row, messages: Messages) -> str | None:
+    def reply(self, problem: WordProblem, messages: Messages) -> str | None:
         replies = tool_answers(messages)
         return None if messages[-1]["content"] == "=" else pressed(replies[-1] if replies else problem["question"])
 
-    async def group_of(self, item: Row, conversations: list[Conversation]) -> ScoredDataGroup:
+    async def group_of(self, item: WordProblem, conversations: list[Conversation]) -> ScoredDataGroup:
         group = await super().group_of(item, conversations)
         values = [self.reached(item, one.messages) for one in conversations]
         self.percent_correct_buffer.extend(float(of_turns[-1] == 1.0) for of_turns in values)
@@ -69,15 +69,15 @@ class KeysEnv(CalculatorEnv):
         group["group_overrides"].setdefault("turn_values", values)
         return group
 
-    def outcome(self, problem: Row, conversation: Conversation) -> float:
+    def outcome(self, problem: WordProblem, conversation: Conversation) -> float:
         share = self.reached(problem, conversation.messages)[-1]
         return share if self.config.partial_scores or share == 1.0 else -1.0
 
-    async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
+    async def eval_sample(self, problem: WordProblem, conversation: Conversation) -> dict[str, Any]:
         right = self.reached(problem, conversation.messages)[-1] == 1.0
         return {"messages": conversation.messages, "correct": right, "score": int(right)}
 
-    def reached(self, problem: Row, conversation: Messages) -> list[float]:
+    def reached(self, problem: WordProblem, conversation: Messages) -> list[float]:
         """Return the share of right keys after each turn, from -1 for none to 1 for all that the item needs."""
         wanted = [*(KEYS[letter] for letter in problem["question"].split()[:-1:2]), "="]
         found, right = [], 0
@@ -93,14 +93,14 @@ class GridEnv(KeysEnv):
     name = "grid"
 
     @staticmethod
-    def rows(split: str, size: int, steps: int, seed: int) -> list[Row]:
+    def rows(split: str, size: int, steps: int, seed: int) -> list[WordProblem]:
         return grids(split, size, steps, seed)
 
-    def reply(self, problem: Row, messages: Messages) -> str | None:
+    def reply(self, problem: WordProblem, messages: Messages) -> str | None:
         *_, left = moved(problem["question"], turns_taken(messages))
         return left or None
 
-    def reached(self, problem: Row, conversation: Messages) -> list[float]:
+    def reached(self, problem: WordProblem, conversation: Messages) -> list[float]:
         """Return by how much the last goal is nearer after each turn: 1 at the goal, -1 where it was at first."""
         taken = turns_taken(conversation)
         return [1 - 2 * distance(left) / problem["level"] for left in moved(problem["question"], taken)]
@@ -110,9 +110,9 @@ def turns_taken(conversation: Messages) -> list[str]:
     return [one["content"] for one in conversation if one["role"] == "assistant"]
 
 
-def keys(split: str, size: int, steps: int, seed: int) -> list[Row]:
+def keys(split: str, size: int, steps: int, seed: int) -> list[WordProblem]:
     """Return ``size`` items of a split, whose level is ``steps``, in an order given by ``seed``."""
-    rng, found = random.Random(f"{split} {steps} {seed}"), dict[str, Row]()
+    rng, found = random.Random(f"{split} {steps} {seed}"), dict[str, WordProblem]()
     while len(found) < size:
         parts = [f"{rng.choice(list(KEYS))} {rng.randint(1, 9)}" for _ in range(steps)]
         question = " ".join([*parts, str(rng.randint(10, 99))])
@@ -130,11 +130,11 @@ def pressed(text: str) -> str:
     return " ".join([*rest[1:-1], str({"+": a + b, "-": a - b, "*": a * b}[KEYS[letter]] % 100)])
 
 
-def grids(split: str, size: int, steps: int, seed: int) -> list[Row]:
+def grids(split: str, size: int, steps: int, seed: int) -> list[WordProblem]:
     """Return ``size`` items of a split that need ``steps`` moves, in an order given by ``seed``; fewer where there are
     not so many.
     """
-    rng, found = random.Random(f"grids {split} {steps} {seed}"), dict[str, Row]()
+    rng, found = random.Random(f"grids {split} {steps} {seed}"), dict[str, WordProblem]()
     for _ in range(100 * size):
         goals, left = list[str](), steps
         while left:
@@ -187,7 +187,7 @@ class KeysRecipe(CalculatorRecipe):
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         return [self.presses(row, rng) for row in keys("train", self.problems, self.task_steps, 500_000 + seed)]
 
-    def presses(self, row: Row, rng: random.Random) -> Chat:
+    def presses(self, row: WordProblem, rng: random.Random) -> Chat:
         chat, left = [message("user", row["question"])], row["question"]
         while " " in left:
             key, known = KEYS[left[0]], left[0] in "abcd"
@@ -224,7 +224,7 @@ class GridRecipe(CalculatorRecipe):
     def chats(self, seed: int, rng: random.Random) -> list[Chat]:
         return [self.moves(row, rng) for row in grids("train", self.problems, self.task_steps, 500_000 + seed)]
 
-    def moves(self, row: Row, rng: random.Random) -> Chat:
+    def moves(self, row: WordProblem, rng: random.Random) -> Chat:
         chat, left = [message("user", row["question"])], row["question"]
         for _ in range(self.task_steps + self.more_turns):
             near = {move: distance(*moved(left, [move])) < distance(left) for move in MOVES}

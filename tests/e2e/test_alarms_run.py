@@ -12,7 +12,7 @@ from helpers.scripted_trainer import ScriptedTrainer
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
-from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import read_json, read_lines
 from recipe.atropos.utils.process import start_service
@@ -33,7 +33,7 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     config = compose_config(f"actor_rollout_ref.model.path={model_path}", *each, *sizes)
 
     async def scene(run, api):
-        environments = Environments(run, api.url, server)
+        environments = EnvironmentProcesses(run, api.url, server)
         environments.start()
         async with asyncio.timeout(180), aclosing(AlarmWatch(run, 0, api.url, None)) as alarm_watch:
             raised, counts = set(), {}

@@ -19,7 +19,7 @@ from recipe.atropos.launcher import joining
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.launch import watch
-from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.run import record as run_record
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import ServiceFailed, free_port
@@ -133,7 +133,7 @@ def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, 
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
 
     async def watched(seconds):
-        evaluations = Evaluations(run, Inference({}, "http://127.0.0.1:9", "the-key"))
+        evaluations = Evaluations(run, InferenceServices({}, "http://127.0.0.1:9", "the-key"))
         async with asyncio.timeout(seconds):
             await watch(run, 0, join, evaluations, AlarmWatch(run, 0, api.url, None))
 

@@ -17,7 +17,7 @@ from helpers.services import get, group, post
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
-from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import LineReader
@@ -41,7 +41,7 @@ class Stage:
         sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"]
         settings = compose_config(f"actor_rollout_ref.model.path={model}", *each, *options, *sizes)
         self.api, self.run = api, run_of(settings, folder)
-        self.environments = Environments(self.run, api, "http://127.0.0.1:1")
+        self.environments = EnvironmentProcesses(self.run, api, "http://127.0.0.1:1")
 
     async def until(self, condition, seconds=60):
         async with asyncio.timeout(seconds):

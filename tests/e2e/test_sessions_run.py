@@ -11,7 +11,7 @@ from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.sessions.session import Session
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.utils.process import run_command
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -39,7 +39,7 @@ def test_session_rows_of_one_trajectory_are_trained(tmp_path):
 
 
 def sampled_of(files):
-    store = Store(files.sessions)
+    store = SessionStore(files.sessions)
     ids = [row[0] for row in store._database.execute("SELECT id FROM sessions")]
     found = [Session.load(store, each) for each in ids]
     return [session.summary() for session in found if session.state.end == "reward"]

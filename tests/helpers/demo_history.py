@@ -9,12 +9,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.watchdog.history import History, Limits
+from recipe.atropos.watchdog.history import AlarmLimits, History
 from recipe.atropos.watchdog.watchdog import Watchdog
 
 PATH = Path(__file__).with_name("demos.json")
 ENV = "gsm8k"
-LIMITS = Limits(max_staleness=2, silent_after=60.0, first_answer=120.0)
+LIMITS = AlarmLimits(max_staleness=2, silent_after=60.0, first_answer=120.0)
 LOOK_SECONDS = 5.0
 
 
@@ -86,7 +86,7 @@ def sglang(state: str = "admitted", requests: int = 0, inflight: int = 0, error:
     }
 
 
-def play(demo: Demo, limits: Limits = LIMITS, joined: bool = False) -> list[dict[str, Any]]:
+def play(demo: Demo, limits: AlarmLimits = LIMITS, joined: bool = False) -> list[dict[str, Any]]:
     """Return the lines of ``alarms.jsonl`` that the watchdog writes of a run."""
     watchdog = Watchdog(History(limits, joined=joined))
     events = [(line["time"], 0, line) for line in demo.steps]

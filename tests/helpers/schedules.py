@@ -17,7 +17,7 @@ from typing import Any
 from helpers.trajectory_service import stored
 from recipe.atropos.trajectory_api import batching, database, delivery, environments, ingest, service
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration, RequestRefused
-from recipe.atropos.trajectory_api.store import Store
+from recipe.atropos.trajectory_api.store import TrajectoryStore
 
 TRAIN_SECONDS, WORKER_SECONDS = 5.0, 300.0
 _MODULES = (batching, delivery, environments, ingest, service)
@@ -92,10 +92,10 @@ class Schedule:
         clock = SimpleNamespace(monotonic=lambda: self.now + 1000.0, time=lambda: self.now)
         for module in _MODULES:
             monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(Store, "write", _write)
-        monkeypatch.setattr(service.Service, "wait_for_change", _wait_for_change)
+        monkeypatch.setattr(TrajectoryStore, "write", _write)
+        monkeypatch.setattr(service.TrajectoryService, "wait_for_change", _wait_for_change)
         self.settings = service.Settings(folder, durability="none")
-        self.service = service.Service(self.settings)
+        self.service = service.TrajectoryService(self.settings)
         try:
             await self._play()
             self._check()
@@ -174,7 +174,7 @@ class Schedule:
         before, last = self._in_queue(), self.service.last
         self._break_calls()
         self.service.store.close()
-        self.service = service.Service(self.settings)
+        self.service = service.TrajectoryService(self.settings)
         assert (self.service.last, self._in_queue()) == (last, before)
 
     def _in_queue(self):
@@ -407,7 +407,7 @@ class Schedule:
 
 
 def _write(store, function, *arguments, **values):
-    """``Store.write``, at once."""
+    """``TrajectoryStore.write``, at once."""
     future = asyncio.get_running_loop().create_future()
     future.set_result(function(store.connection, *arguments, **values))
     return future

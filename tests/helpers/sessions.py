@@ -25,7 +25,7 @@ from recipe.atropos.run.record import ItemCounts
 from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.server import SessionServer
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port
@@ -215,7 +215,7 @@ class Sessions:
         rendering = Rendering(self.policy.tokenizer, **{"tool_parser": "qwen3"} | self.rendering)
 
         async def serve():
-            client, store = SGLangClient("http://127.0.0.1:1"), Store(self.folder / "sessions.sqlite")
+            client, store = SGLangClient("http://127.0.0.1:1"), SessionStore(self.folder / "sessions.sqlite")
             api = TrajectoryApiClient(self.api or "http://127.0.0.1:1")
             self.server = SessionServer(
                 store, rendering, client, self.KEY, "policy", api, self.credit, Reports(self.files)

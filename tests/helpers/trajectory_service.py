@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from recipe.atropos.trajectory_api import database, delivery, ingest
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration, Registration
-from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.service import Settings, TrajectoryService
 
 
 def registration(batch_size, **fields):
@@ -15,7 +15,7 @@ def registration(batch_size, **fields):
 
 @contextlib.asynccontextmanager
 async def open_service(folder, **settings):
-    service = Service(Settings(folder, **settings))
+    service = TrajectoryService(Settings(folder, **settings))
     try:
         async with asyncio.timeout(60):
             yield service

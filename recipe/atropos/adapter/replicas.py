@@ -5,7 +5,7 @@ A replica is a process; the environment stays the unit of everything else:
 - **Process**: a service, log and report of its own, and its own restarts. Replica 0 has the environment's names,
   replica K ``.K`` after them. A restarted one is the same replica, with the same part, from its own checkpoint.
 - **Environment**: one name, so one line in metrics, ``summary.json``, report, alarms and /diagnose. The Trajectory API
-  registers each process, and gives all of one name one share and one queue (``Environments.apply_shares``): whichever
+  registers each process, and gives all of one name one share and one queue (``apply_shares``): whichever
   asks first takes the environment's turn, and those that are left take over the tickets of one that ends.
 - **Items**: every N-th, where the environment's class has ``shard = (0, 1)``, which the adapter sets to (K, N). Else
   its option ``seed`` is raised by K, so that items may be asked by several; without one, by all: both are said before

@@ -48,7 +48,7 @@ _PER_TOKEN: dict[str, Any] = {"advantages": 0.0, "ref_logprobs": 0.0, "distill_t
 
 
 @dataclass
-class Row:
+class RestoredRow:
     """One sequence as it is sent: ``tokens``, ``masks``, ``logprobs`` and each list of ``values`` are equally long.
 
     ``values``: the per-token fields that the environment gave; ``replies``: those that the trained tokens come from.
@@ -95,13 +95,13 @@ def restore(
     logprobs: Sequence[float] | None,
     values: dict[str, Sequence],
     counts: Counter[str],
-) -> Row:
+) -> RestoredRow:
     """Return a sequence as the policy sampled it, trained on at most where the environment wants it.
 
     ``logprobs`` and ``values`` are what the environment gives for ``tokens``; ``counts`` are of events.
     """
     ids = [int(token) for token in tokens]
-    row = Row(values={name: [] for name in values})
+    row = RestoredRow(values={name: [] for name in values})
     for piece in cache.pieces(ids, masks, logprobs):
         completion, place = piece.completion, slice(piece.start, piece.end)
         posted, flags = ids[place], [mask != IGNORED for mask in masks[place]]
@@ -133,7 +133,7 @@ def restore(
             if not piece.context:
                 counts["other_context"] += 1
                 if all(mask == IGNORED for mask in row.masks):
-                    row = Row(values={name: [] for name in values})
+                    row = RestoredRow(values={name: [] for name in values})
                     row.add(completion.prompt.tolist())
             row.replies.append(completion)
             if piece.tokens != posted:

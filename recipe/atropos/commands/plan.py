@@ -72,7 +72,7 @@ class ServerPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     trainer: TrainerPlan
     server: ServerPlan
     memory: int  # bytes of a GPU
@@ -80,7 +80,7 @@ class Plan:
     problems: list[str]
 
 
-def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
+def plan_memory(config: DictConfig, memory: int | None = None) -> MemoryPlan:
     """Return the memory plan of ``config``. ``memory``: bytes of each GPU; None: this machine's.
 
     Raises:
@@ -98,7 +98,7 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> Plan:
     set_micro_batches(config, flash_is_installed())
     server = _server(config, model, memory)
     trainer = _trainer(config, model)  # last: it may add an adapter to the model
-    return Plan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory)))
+    return MemoryPlan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory)))
 
 
 def _on_meta(config: DictConfig) -> PreTrainedModel:
@@ -329,7 +329,7 @@ _CHANGES = {
 # ---------------------------------------------------------------- output
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: MemoryPlan, console: Console) -> None:
     table = Table("of each GPU", "GiB", box=None)
     rows = {f"trainer: {name}": value for name, value in plan.trainer.parts.items() if value} | {
         "trainer: while servers generate": plan.trainer.resident,

@@ -46,7 +46,7 @@ _THREADS_SECONDS = 5.0  # for the environment's threads to end
 
 
 @dataclass
-class Exchange:
+class RecordedExchange:
     """A call to the server and its replies: none if it failed. ``messages``: those from which the prompt was built."""
 
     prompt: list[int]
@@ -63,7 +63,7 @@ class Verified:
 
     env: BaseEnv
     item: Any
-    exchanges: list[Exchange]
+    exchanges: list[RecordedExchange]
     returned: Any = None
     posted: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)  # by the environment itself
@@ -147,16 +147,16 @@ async def verify(
     return result
 
 
-def _record_calls(env: BaseEnv) -> list[Exchange]:
+def _record_calls(env: BaseEnv) -> list[RecordedExchange]:
     """Record the adapter's calls to the environment's servers in the list returned."""
-    exchanges: list[Exchange] = []
+    exchanges: list[RecordedExchange] = []
     sample = env._calls.sample
 
     async def record(
         server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
     ) -> list[SampledReply]:
         messages, begun = MESSAGES.get(), time.monotonic()
-        exchange = Exchange(
+        exchange = RecordedExchange(
             ids, env._calls.with_temperature(params), messages and [dict(message) for message in messages]
         )
         exchanges.append(exchange)
@@ -173,7 +173,9 @@ def _record_calls(env: BaseEnv) -> list[Exchange]:
     return exchanges
 
 
-def _not_sampled(groups: Sequence[Mapping[str, Any]], exchanges: Sequence[Exchange], tokenizer: Any) -> Iterator[str]:
+def _not_sampled(
+    groups: Sequence[Mapping[str, Any]], exchanges: Sequence[RecordedExchange], tokenizer: Any
+) -> Iterator[str]:
     """Yield the trained spans that occur in no reply with the same logprobs."""
     answers = [answer for exchange in exchanges for answer in exchange.answers]
     for number, group in enumerate(groups):
@@ -235,7 +237,7 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
     console.print(f"{'ok' if result.ok else 'NOT OK'}: {verdict}")
 
 
-def _show_exchange(exchange: Exchange, console: Console, tokenizer: Any) -> None:
+def _show_exchange(exchange: RecordedExchange, console: Console, tokenizer: Any) -> None:
     params = orjson.dumps(exchange.params, default=repr).decode()
     console.print(f"sampled with {params} in {exchange.seconds:.2f} s")
     if exchange.messages is None:

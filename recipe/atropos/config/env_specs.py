@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.atropos.config.schema import Environment
+from recipe.atropos.config.schema import EnvironmentSection
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.hosts import cluster_address
 
@@ -35,7 +35,7 @@ _OWN_KEYS = {  # flags of the environment that have their own keys
 }
 
 
-class EnvironmentSpec(Environment):
+class EnvironmentSpec(EnvironmentSection):
     """One environment, with the settings of the schema, none of which is omitted.
 
     ``key`` is its key in the configuration, ``name`` what it registers, logs and reports as.

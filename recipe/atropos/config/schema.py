@@ -20,7 +20,7 @@ from recipe.atropos.config.values import (
     Count,
     Device,
     Dtype,
-    Estimator,
+    EstimatorName,
     Fraction,
     KLLoss,
     Limit,
@@ -42,13 +42,13 @@ from recipe.atropos.config.values import (
 from recipe.atropos.watchdog.alarms import Name as AlarmName
 
 
-class Run(Section):
+class RunSection(Section):
     name: Name = about("Name of the run")
     dir: Text = about("Folder of the run; an unfinished run in it is resumed")
     resume_from: Text | None = about("RUN[@STEP]: begin with that run's weights, a new optimizer and step 0")
 
 
-class API(Section):
+class APISection(Section):
     host: Text | None = about("Address of the Trajectory API; null: see inference.host")
     port: Port | None = about("Its port; null: 8000, or a free one")
     start_timeout: Seconds = about("Seconds until it must answer")
@@ -58,7 +58,7 @@ class API(Section):
     )
 
 
-class Inference(Section):
+class InferenceSection(Section):
     urls: list[URL] = about("Servers that the trainer pushes to; the launcher sets it")
     gateway: URL | None = about("Their gateway; null: the trainer starts one")
     servers: Count | None = about("Servers to start; null: 1, colocated as many as the GPUs hold")
@@ -84,7 +84,7 @@ class Inference(Section):
     args: dict[str, Any] = about("Further flags of sglang.launch_server")
 
 
-class Environment(Section):
+class EnvironmentSection(Section):
     target: Text | None = about("MODULE[:Class] or FILE.py[:Class]; null: none is started, others join")
     command: Text | None = about("Instead of target: a program that calls the model (docs/agents.md)")
     agent: Text | None = about("Instead of target: MODULE:function, async agent(item, base_url, api_key) -> reward")
@@ -106,7 +106,7 @@ class Environment(Section):
     evaluate: bool = about("Evaluate with its own evaluate()")
 
 
-class Sessions(Section):
+class SessionsSection(Section):
     enabled: bool | None = about("Start the session server; null: if an environment has a command or agent")
     port: Port | None = about("Its port; null: a free one")
     renderer: Text = about("Chat format: a name of the package renderers, auto (by the model's name) or default")
@@ -125,35 +125,35 @@ def _each_optional(section: type[Section], name: str) -> type[Section]:
     return create_model(name, __base__=Section, **fields)
 
 
-OneOfSeveral = _each_optional(Environment, "OneOfSeveral")  # ``environment`` has what an entry omits
+OneOfSeveral = _each_optional(EnvironmentSection, "OneOfSeveral")  # ``environment`` has what an entry omits
 EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
-class Evaluation(Section):
+class EvaluationSection(Section):
     every: Count | None = about("Updates between evaluations; null: only before the first and after the last")
     timeout: Seconds | None = about("Seconds for one evaluation; null: 300, or more where answers are long")
     evaluated_file: Text | None = about("Marker file that the launcher sets")
 
 
-class Watchdog(Section):
+class WatchdogSection(Section):
     stop_on: list[AlarmName] = about("Alarms that end the run; the others are reported")
     silent_after: Seconds = about("Seconds without an end before an environment or server may count as silent")
 
 
-class Data(VerlSection):
+class DataSection(VerlSection):
     train_batch_size: Count = about("Groups per step")
     max_prompt_length: Count = about("Tokens; with the response's, the limit of a row; no prompt is cut")
     max_response_length: Count = about("Tokens; for longer rows see trainer.atropos.overlong")
 
 
-class KLControl(VerlSection):
+class KLControlSection(VerlSection):
     type: Literal["fixed", "adaptive"] = about("How the coefficient changes")
     kl_coef: NotNegative = about("(Initial) coefficient of the KL penalty in the reward")
     horizon: Count = about("Of the adaptive controller")
     target_kl: Positive = about("Of the adaptive controller")
 
 
-class RolloutCorrection(VerlSection):
+class RolloutCorrectionSection(VerlSection):
     rollout_is: Literal["token", "sequence"] | None = about("Importance weights; null: none")
     rollout_is_threshold: float | str | None = about("Where they are truncated, or LOW_HIGH: dropped outside")
     rollout_is_batch_normalize: bool = about("Scale the weights to mean 1 over a batch")
@@ -163,21 +163,21 @@ class RolloutCorrection(VerlSection):
     loss_type: Literal["ppo_clip", "reinforce"] = about("Loss in bypass mode")
 
 
-class Algorithm(VerlSection):
-    adv_estimator: Estimator = about("The environment's advantages, else GRPO; or one of verl's")
+class AlgorithmSection(VerlSection):
+    adv_estimator: EstimatorName = about("The environment's advantages, else GRPO; or one of verl's")
     norm_adv_by_std_in_grpo: bool = about("Divide by the group's standard deviation")
     gamma: Fraction = about("Discount factor of reinforce_plus_plus")
     use_kl_in_reward: bool = about("Subtract a KL penalty from the rewards")
     kl_penalty: KL = about("Estimator of that KL")
-    kl_ctrl: KLControl
-    rollout_correction: RolloutCorrection
+    kl_ctrl: KLControlSection
+    rollout_correction: RolloutCorrectionSection
 
 
-class LoRA(VerlSection):
+class LoRASection(VerlSection):
     merge: bool = about("Push base and adapter merged; false: the adapter alone")
 
 
-class Model(VerlSection):
+class ModelSection(VerlSection):
     path: Text = about("A local folder in Hugging Face format, or a hub name")
     trust_remote_code: bool = about("Allow code that comes with the model")
     use_remove_padding: bool = about("Train on packed sequences")
@@ -191,10 +191,10 @@ class Model(VerlSection):
     target_modules: Text | list[Text] = about("Modules that get an adapter")
     exclude_modules: Text | list[Text] | None = about("Modules that get none")
     lora_adapter_path: Text | None = about("Begin with this adapter")
-    lora: LoRA
+    lora: LoRASection
 
 
-class Optimizer(VerlSection):
+class OptimizerSection(VerlSection):
     lr: NotNegative = about("Learning rate")
     lr_scheduler_type: Literal["constant", "cosine"] = about("Schedule after the warmup")
     lr_warmup_steps: int = about("Updates of linear warmup, the first at 0; 0 or less: by lr_warmup_steps_ratio")
@@ -206,7 +206,7 @@ class Optimizer(VerlSection):
     clip_grad: Positive = about("Largest norm of the gradient")
 
 
-class FSDP(VerlSection):
+class FSDPSection(VerlSection):
     param_offload: bool = about("Keep parameters in host memory between uses")
     reshard_after_forward: bool = about("Free gathered parameters after the forward pass")
     fsdp_size: int = about("Ranks that share one copy of the parameters; -1: all")
@@ -214,24 +214,24 @@ class FSDP(VerlSection):
     seed: int = about("Of a new LoRA adapter")
 
 
-class TrainedFSDP(FSDP):
+class TrainedFSDPSection(FSDPSection):
     optimizer_offload: bool = about("The optimizer's state in host memory")
 
 
 CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 
 
-class Checkpoint(VerlSection):
+class CheckpointSection(VerlSection):
     save_contents: CheckpointContents = about("What a checkpoint holds; extra: scheduler and random state")
     load_contents: CheckpointContents = about("What is read from it on resumption")
 
 
-class PolicyLossSettings(VerlSection):
+class PolicyLossSection(VerlSection):
     loss_mode: PolicyLoss = about("Policy loss")
     dro_beta: Positive | None = about("Of loss_mode=dro")
 
 
-class Actor(VerlSection):
+class ActorSection(VerlSection):
     strategy: Literal["fsdp", "fsdp2"] = about("Engine that shards the policy")
     ppo_mini_batch_size: Count = about("Groups per optimizer step")
     ppo_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass, where use_dynamic_bsz=false")
@@ -245,7 +245,7 @@ class Actor(VerlSection):
     clip_ratio_low: Fraction = about("Lower clip range")
     clip_ratio_high: NotNegative = about("Upper clip range")
     clip_ratio_c: Annotated[float, Field(gt=1)] = about("Dual-clip bound for negative advantages")
-    policy_loss: PolicyLossSettings
+    policy_loss: PolicyLossSection
     loss_agg_mode: LossAggregation = about("How token losses become one number")
     loss_scale_factor: Positive | None = about("Divisor of seq-mean-token-sum-norm")
     entropy_coeff: float = about("Weight of the entropy bonus")
@@ -256,45 +256,45 @@ class Actor(VerlSection):
     kl_loss_type: KLLoss = about("Its estimator; with +: its unbiased gradient")
     use_torch_compile: bool = about("Compile the computation of entropies")
     ulysses_sequence_parallel_size: Count = about("Ranks that share a sequence")
-    optim: Optimizer
-    fsdp_config: TrainedFSDP
-    checkpoint: Checkpoint
+    optim: OptimizerSection
+    fsdp_config: TrainedFSDPSection
+    checkpoint: CheckpointSection
 
 
-class Reference(VerlSection):
+class ReferenceSection(VerlSection):
     log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
     log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
-    fsdp_config: FSDP
+    fsdp_config: FSDPSection
 
 
-class CheckpointEngine(VerlSection):
+class CheckpointEngineSection(VerlSection):
     update_weights_bucket_megabytes: Count | None = about("Size of a bucket of weights; null: by device")
 
 
-class Rollout(VerlSection):
+class RolloutSection(VerlSection):
     name: Literal["sglang"] = about("The inference engine")
     n: Count = about("Sequences of a group")
     temperature: Positive = about("Temperature of sampling and of the trainer's logprobs")
     log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
     log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
-    checkpoint_engine: CheckpointEngine
+    checkpoint_engine: CheckpointEngineSection
 
 
-class ActorRolloutRef(VerlSection):
-    model: Model
-    actor: Actor
-    ref: Reference
-    rollout: Rollout
+class ActorRolloutRefSection(VerlSection):
+    model: ModelSection
+    actor: ActorSection
+    ref: ReferenceSection
+    rollout: RolloutSection
 
 
-class Distillation(Section):
+class DistillationSection(Section):
     loss_coef: NotNegative = about("Weight of KL(teacher || policy); 0: off")
     use_policy_loss: bool = about("Keep the policy loss; false: distillation alone")
 
 
-class WeightSync(Section):
+class WeightSyncSection(Section):
     transport: Text = about("disk, distributed, tensor, or one of your own; auto: the fastest")
     directory: Text = about("For disk")
     pause_mode: Literal["auto", "abort", "retract", "in_place"] = about("What becomes of running requests")
@@ -303,7 +303,7 @@ class WeightSync(Section):
     timeout: Seconds = about("Seconds for one request of a push to one server; for a push, twice that")
 
 
-class Atropos(Section):
+class AtroposSection(Section):
     api_url: URL = about("The Trajectory API; the launcher sets it")
     timeout: Seconds = about("Seconds for one request to the API")
     retry_attempts: Count = about("Attempts to reach the API at first, with exponential backoff")
@@ -328,12 +328,12 @@ class Atropos(Section):
     advantage_clipping: Annotated[list[float], Field(min_length=2, max_length=2)] | None = about(
         "[low, high], after normalizing"
     )
-    distillation: Distillation
+    distillation: DistillationSection
     replay: Text | None = about("A run's folder trajectories/: train on its batches, without API and servers")
-    weight_sync: WeightSync
+    weight_sync: WeightSyncSection
 
 
-class Trainer(VerlSection):
+class TrainerSection(VerlSection):
     project_name: Name = about("Project in the tracker")
     experiment_name: Name = about("Run in the tracker")
     nnodes: Count = about("Machines with ranks of the trainer")
@@ -349,27 +349,27 @@ class Trainer(VerlSection):
     balance_batch: bool = about("Balance tokens over the ranks")
     rollout_data_dir: Text | None = about("Folder of the sampled texts; null: not kept")
     ray_wait_register_center_timeout: Seconds = about("Seconds until the workers must be up")
-    atropos: Atropos
+    atropos: AtroposSection
 
 
 class Configuration(VerlSection):
     """The whole configuration."""
 
     seed: Limit = about("Of the data, the sampling and the small policy")
-    run: Run
-    api: API
-    inference: Inference
-    environment: Environment
+    run: RunSection
+    api: APISection
+    inference: InferenceSection
+    environment: EnvironmentSection
     environments: dict[EnvironmentName, OneOfSeveral] = about(
         "Several, by name: the keys of environment, its values as defaults, except args, reward_bridge and credit"
     )
-    sessions: Sessions
-    evaluation: Evaluation
-    watchdog: Watchdog
-    data: Data
-    algorithm: Algorithm
-    actor_rollout_ref: ActorRolloutRef
-    trainer: Trainer
+    sessions: SessionsSection
+    evaluation: EvaluationSection
+    watchdog: WatchdogSection
+    data: DataSection
+    algorithm: AlgorithmSection
+    actor_rollout_ref: ActorRolloutRefSection
+    trainer: TrainerSection
 
 
 @functools.cache

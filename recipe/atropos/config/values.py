@@ -14,7 +14,7 @@ def _declared(name: Any) -> str:
     return name
 
 
-Estimator = Annotated[str, PlainValidator(_declared), WithJsonSchema({"enum": sorted(ESTIMATORS)})]
+EstimatorName = Annotated[str, PlainValidator(_declared), WithJsonSchema({"enum": sorted(ESTIMATORS)})]
 # verl's names are repeated here, so that verl need not be imported; a test compares them with verl's registries.
 PolicyLoss = Literal[
     "advantage_weighted_sft",

@@ -37,7 +37,7 @@ from recipe.atropos.environments.calculator_tool import CALL, CLOSE, OPEN, answe
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig, is_correct
 from recipe.atropos.environments.items import together
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
-from recipe.atropos.environments.word_problems import Row, gold_answer, progress
+from recipe.atropos.environments.word_problems import WordProblem, gold_answer, progress
 from recipe.atropos.errors import ConfigurationError
 
 SYSTEM_PROMPT = (
@@ -85,7 +85,7 @@ class CalculatorEnv(GSM8kEnv):
         await super().setup()
 
     @classmethod
-    def _load(cls, config: CalculatorEnvConfig) -> tuple[Sequence[Row], Sequence[Row]]:
+    def _load(cls, config: CalculatorEnvConfig) -> tuple[Sequence[WordProblem], Sequence[WordProblem]]:
         allowed = (set(), {"tree_roots"}, {"tree_roots", "tree_tokens"}, {"value_continuations"})
         given = {name: value for name in sorted(set().union(*allowed)) if (value := getattr(config, name)) is not None}
         if given.keys() not in (allowed if cls.resettable else allowed[:1]):
@@ -107,11 +107,11 @@ class CalculatorEnv(GSM8kEnv):
         if secret not in text:
             raise ValueError(f"the chat template leaves out what the role {role!r} says; {fix}")
 
-    def reply(self, problem: Row, messages: Messages) -> str | None:
+    def reply(self, problem: WordProblem, messages: Messages) -> str | None:
         """Return what is said to the policy's turn, the last message; None ends the conversation."""
         return answer(messages[-1]["content"])
 
-    async def converse(self, problem: Row, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
+    async def converse(self, problem: WordProblem, n: int, split: Literal["train", "eval"]) -> list[Conversation]:
         roots = min(n, self.config.tree_roots or n) if split == "train" else n
         branches = self._paid_for(roots, n - roots)
         asked = self.messages(problem)
@@ -132,7 +132,7 @@ class CalculatorEnv(GSM8kEnv):
             return await together(self._valued(problem, asked, one) for one in conversations)
         return conversations
 
-    async def _valued(self, problem: Row, asked: Messages, conversation: Conversation) -> Conversation:
+    async def _valued(self, problem: WordProblem, asked: Messages, conversation: Conversation) -> Conversation:
         """Return a conversation with the values of its turns that are trained on; of the last its outcome."""
         k, last = self.config.value_continuations, (len(conversation.messages) - len(asked) + 1) // 2
         turns = range(last + 1 - len(list(trained_spans(conversation.node.masked_tokens))), last)
@@ -142,7 +142,7 @@ class CalculatorEnv(GSM8kEnv):
         values = [*(fmean(outcomes[i : i + k]) for i in range(0, len(found), k)), self.outcome(problem, conversation)]
         return conversation._replace(values=values, value_tokens=sum(sampled_tokens(one.node) for one in found))
 
-    async def group_of(self, item: Row, conversations: list[Conversation]) -> ScoredDataGroup:
+    async def group_of(self, item: WordProblem, conversations: list[Conversation]) -> ScoredDataGroup:
         group = await super().group_of(item, conversations)
         group["group_overrides"]["group_size"] = len(conversations)  # a tree's budget may have fewer
         told: dict[str, Any] = {
@@ -153,7 +153,7 @@ class CalculatorEnv(GSM8kEnv):
         group["group_overrides"] |= {name: values for name, values in told.items() if any(values)}
         return group
 
-    def outcome(self, problem: Row, conversation: Conversation) -> float:
+    def outcome(self, problem: WordProblem, conversation: Conversation) -> float:
         """Return a conversation's score, of which a turn's value is the mean."""
         return 1.0 if is_correct(conversation.answer, gold_answer(problem)) else -1.0
 
@@ -166,7 +166,7 @@ class CalculatorEnv(GSM8kEnv):
 
     async def _conversation(
         self,
-        problem: Row,
+        problem: WordProblem,
         split: Literal["train", "eval"],
         messages: Messages,
         branch: tuple[int, int] | None = None,
@@ -221,7 +221,7 @@ def tool_answers(messages: Messages) -> list[str]:
     return [message["content"] for message in turns if message["role"] != "assistant"]
 
 
-def steps_done(problem: Row, text: str) -> float:
+def steps_done(problem: WordProblem, text: str) -> float:
     """Return how much of the worked solution the calls in ``text`` give; for ``environment.credit.values``."""
     return progress(problem, (calculated(expression) for expression in CALL.findall(text)))
 

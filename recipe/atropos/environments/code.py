@@ -19,7 +19,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.code_problems import Problem, job, load_problems
-from recipe.atropos.environments.sandbox.runner import Isolation, Limits, Sandbox, Verdict
+from recipe.atropos.environments.sandbox.runner import Isolation, ProgramVerdict, Sandbox, SandboxLimits
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ class CodeEnvConfig(SingleTurnEnvConfig):
     shown_tests: int = Field(1, ge=0, description="How many of MBPP's tests the policy reads; HumanEval's never")
     isolation: Isolation = Field("seccomp", description="Of the sandbox; 'none' is unsafe")
     sandboxes: int | None = Field(None, ge=1, description="Answers that run at a time; by default one a core")
-    cpu_seconds: int = Field(Limits.cpu_seconds, ge=1, description="CPU time")
-    wall_seconds: float = Field(Limits.wall_seconds, gt=0, description="Elapsed time")
-    memory_mb: int = Field(Limits.memory_mb, ge=128, description="Memory, MiB")
+    cpu_seconds: int = Field(SandboxLimits.cpu_seconds, ge=1, description="CPU time")
+    wall_seconds: float = Field(SandboxLimits.wall_seconds, gt=0, description="Elapsed time")
+    memory_mb: int = Field(SandboxLimits.memory_mb, ge=128, description="Memory, MiB")
 
 
 class CodeEnv(SingleTurnEnv):
@@ -58,7 +58,7 @@ class CodeEnv(SingleTurnEnv):
             ConfigurationError: naming the dataset, file or row.
         """
         config = self.config
-        limits = Limits(config.cpu_seconds, config.wall_seconds, config.memory_mb)
+        limits = SandboxLimits(config.cpu_seconds, config.wall_seconds, config.memory_mb)
         self.sandbox = Sandbox(limits, config.isolation, config.sandboxes)
         self.sandbox.start()
         unprotected = config.isolation == "none"
@@ -77,7 +77,7 @@ class CodeEnv(SingleTurnEnv):
         train = load_problems(name, "train", part, config.train_size, config.seed, shown)
         return train, load_problems(name, "test", part, config.eval_size, 0, shown)
 
-    async def verdicts(self, problem: Problem, texts: list[str]) -> list[Verdict]:
+    async def verdicts(self, problem: Problem, texts: list[str]) -> list[ProgramVerdict]:
         """Return the verdict of each answer, in order."""
         loop, sandbox = asyncio.get_running_loop(), self.sandbox
         jobs = [job(problem, text) for text in texts]

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
-from recipe.atropos.environments.word_problems import GSM8K, Row, gold_answer, load_problems, progress
+from recipe.atropos.environments.word_problems import GSM8K, WordProblem, gold_answer, load_problems, progress
 
 SYSTEM_PROMPT = r"Solve the problem step by step. Put the final number, and nothing else, into \boxed{}."
 
@@ -54,7 +54,7 @@ class GSM8kEnv(SingleTurnEnv):
     env_config_cls = GSM8kEnvConfig
 
     @staticmethod
-    def load(config: GSM8kEnvConfig) -> tuple[list[Row], list[Row]]:
+    def load(config: GSM8kEnvConfig) -> tuple[list[WordProblem], list[WordProblem]]:
         """Return the train split and the test split.
 
         Raises:
@@ -64,7 +64,7 @@ class GSM8kEnv(SingleTurnEnv):
         train = load_problems(name, "train", part, config.train_size, seed=config.seed)
         return train, load_problems(name, "test", part, config.eval_size)
 
-    async def scores(self, problem: Row, answers: list[str], nodes: list[Any]) -> list[float]:
+    async def scores(self, problem: WordProblem, answers: list[str], nodes: list[Any]) -> list[float]:
         """Score each answer. Raises ValueError if the gold answer cannot be parsed."""
         gold = gold_answer(problem)
         correct = [is_correct(answer, gold) for answer in answers]
@@ -73,7 +73,7 @@ class GSM8kEnv(SingleTurnEnv):
             return [length_penalty(len(node.tokens), self.config.max_token_length) for node in nodes]
         return [1.0 if right else -1.0 for right in correct]
 
-    async def eval_sample(self, problem: Row, conversation: Conversation) -> dict[str, Any]:
+    async def eval_sample(self, problem: WordProblem, conversation: Conversation) -> dict[str, Any]:
         """Return the answer's record; the mean of ``correct`` is ``eval/percent_correct`` (0 to 1)."""
         answer, gold = conversation.answer, gold_answer(problem)
         correct = is_correct(answer, gold)
@@ -111,7 +111,7 @@ def _parsed(text: str, **options: Any) -> list[Any]:
     return parse(text, extraction_config=[_BOXED], extraction_mode="first_match", **options)
 
 
-def steps_done(problem: Row, text: str) -> float:
+def steps_done(problem: WordProblem, text: str) -> float:
     """Return how much of the worked solution ``text`` states as ``= c``; for ``environment.credit.values``."""
     return progress(problem, re.findall(r"=\s*\$?(-?[\d,]*\.?\d+)", text))
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from recipe.atropos.config.models import looks_local
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
 
-Row = dict[str, Any]
+WordProblem = dict[str, Any]
 Split = Literal["train", "test"]
 
 GSM8K = "openai/gsm8k"  # on the hub
@@ -48,7 +48,7 @@ _CHANGES = {
 }
 
 
-def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -> list[Row]:
+def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -> list[WordProblem]:
     """Return ``size`` distinct problems of a generated dataset, in an order given by ``seed``.
 
     Raises:
@@ -57,7 +57,7 @@ def generate(split: Split, size: int, seed: int = 0, dataset: str = SYNTHETIC) -
     if split not in ("train", "test"):
         raise ValueError(f"split {split!r}: generated problems have the splits train and test")
     rng = random.Random(f"word problems, {split}, {seed}")
-    rows: dict[str, Row] = {}
+    rows: dict[str, WordProblem] = {}
     for _ in range(200 * size + 1000):
         if len(rows) == size:
             return list(rows.values())
@@ -73,7 +73,7 @@ def split_of(question: str, share: int = _HELD_OUT_SHARE) -> Split:
     return "test" if int.from_bytes(digest, "big") % share == 0 else "train"
 
 
-def _one_step(rng: random.Random) -> Row:
+def _one_step(rng: random.Random) -> WordProblem:
     templates = [(operator, text) for operator, texts in _TEMPLATES.items() for text in texts]
     operator, template = rng.choice(templates)
     if operator == "+":
@@ -91,7 +91,7 @@ def _one_step(rng: random.Random) -> Row:
     }
 
 
-def _several_steps(rng: random.Random) -> Row:
+def _several_steps(rng: random.Random) -> WordProblem:
     """Return a problem of two or three steps, its level; each starts from the previous result."""
     name, items = rng.choice(_NAMES), rng.choice(_ITEMS)
     beginning = rng.choice(list(_BEGINNINGS))
@@ -123,12 +123,12 @@ def _shown(a: int, operator: str, b: int, result: int) -> str:
     return f"{a} {operator} {b} = <<{a}{operator}{b}={result}>>{result}"
 
 
-GENERATED: dict[str, Callable[[random.Random], Row]] = {SYNTHETIC: _one_step, SYNTHETIC_STEPS: _several_steps}
+GENERATED: dict[str, Callable[[random.Random], WordProblem]] = {SYNTHETIC: _one_step, SYNTHETIC_STEPS: _several_steps}
 
 
 def load_problems(
     dataset: str, split: Split, config: str | None = "main", size: int | None = None, seed: int = 0
-) -> list[Row]:
+) -> list[WordProblem]:
     """Return the first ``size`` rows of a split (None: all, of generated ones 4096), from any of the sources.
 
     ``dataset`` is "synthetic" or "synthetic-steps", a ``.jsonl`` file, of which one problem in ten is held out, a
@@ -168,7 +168,7 @@ def _local_file(path: Path, split: str, config: str | None) -> Path:
     return found
 
 
-def _checked(row: dict, where: str) -> Row:
+def _checked(row: dict, where: str) -> WordProblem:
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not an object with question and answer")
     for key in ("question", "answer"):
@@ -179,12 +179,12 @@ def _checked(row: dict, where: str) -> Row:
     return {key: row[key] for key in ("question", "answer", "level") if key in row}
 
 
-def gold_answer(row: Row) -> str:
+def gold_answer(row: WordProblem) -> str:
     """Return the number after ``####`` without thousands separators, to compare a boxed answer with."""
     return row["answer"].split("####")[-1].strip().replace(",", "")
 
 
-def progress(row: Row, results: Iterable[str]) -> float:
+def progress(row: WordProblem, results: Iterable[str]) -> float:
     """Return how much of the worked solution (``<<12+7=19>>``) is among ``results``, numbers as texts: from -1 for
     nothing up to 1, of which the last part is left for the answer.
     """

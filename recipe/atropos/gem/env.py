@@ -28,7 +28,7 @@ from gem.utils.constants import TERMINAL_STATE
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.gem.outer_policy import Ask, Episode, Messages, NothingCame
+from recipe.atropos.gem.outer_policy import ActionRequest, Episode, Messages, NothingCame
 from recipe.atropos.gem.stepped_env import (
     GRACE,
     SteppedEnvironment,
@@ -132,7 +132,7 @@ class AtroposEnv(gem.Env):
         self._config = configured(self._class, {**_INSTEAD, **(config or {}), **own})
         self._timeout = timeout
         self._session = _Session()
-        self._ask: Ask | None = None  # the answer that the environment waits for
+        self._ask: ActionRequest | None = None  # the answer that the environment waits for
         self._last: dict[str, Any] | None = None
         self._unscored: int | None = 0  # unscored episodes since the first; None once one was scored
         weakref.finalize(self, self._session.close, wait=False)  # it may run in the event loop's own thread
@@ -168,7 +168,7 @@ class AtroposEnv(gem.Env):
         for skipped in range(_IN_A_ROW):
             session.episode = session.environment.begin()
             event = self._next("its beginning")
-            if isinstance(event, Ask):
+            if isinstance(event, ActionRequest):
                 observation, info = self._observe(event, cut=False)
                 return observation, info | {"skipped": skipped, "last_episode": self._last}
             logger.warning("%s passed over an item: it asked for no answer", self._class.__name__)
@@ -193,7 +193,7 @@ class AtroposEnv(gem.Env):
         cut = answer.finish_reason == "length"
         made = self._session.episode.made
         event = self._next("an answer")
-        if isinstance(event, Ask):
+        if isinstance(event, ActionRequest):
             observation, info = self._observe(event, cut)
             return observation, 0.0, False, False, info
         reward, info = score(event, made)
@@ -237,7 +237,7 @@ class AtroposEnv(gem.Env):
             scores += [bridge.shaped(float(raw), each, step or 0) for raw, each in pairs]
         return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
 
-    def _next(self, after: str) -> Ask | Any:
+    def _next(self, after: str) -> ActionRequest | Any:
         """Return the next request of the environment, or what it made of the item."""
         session, name = self._session, self._class.__name__
         self._ask = None
@@ -253,11 +253,11 @@ class AtroposEnv(gem.Env):
             session.episode = None
             error.add_note(f"raised by the environment {name} after {after}")
             raise
-        if not isinstance(event, Ask):
+        if not isinstance(event, ActionRequest):
             session.episode = None
         return event
 
-    def _observe(self, ask: Ask, cut: bool) -> tuple[str, dict[str, Any]]:
+    def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
         new = _new_messages(ask)
         self._ask = ask
         info = {
@@ -314,7 +314,7 @@ class _Session:
             self.environment = None
 
 
-def _new_messages(ask: Ask) -> Messages:
+def _new_messages(ask: ActionRequest) -> Messages:
     """Return the messages after the last answer; all of them if the policy has not answered yet; [] without any."""
     messages = ask.messages or []
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]

@@ -1,8 +1,8 @@
 """A server for ``BaseEnv`` answered from outside: the code that steps through an environment acts as its policy.
 
 - Each call of the environment to its server (chat, completion, tokens and logprobs; also by the managed server) becomes
-  one ``Ask`` for each of its ``n`` choices, and waits until all are answered or its episode is closed. It is sent once:
-  there are no retries.
+  one ``ActionRequest`` for each of its ``n`` choices, and waits until all are answered or its episode is closed. It is
+  sent once: there are no retries.
 - An answer is treated as an inference server treats its model's output: it ends at the first stop string, and after
   ``max_tokens`` tokens including the end-of-turn token; the finish reason says which. Its tokens are the tokenizer's,
   and its logprobs are 1.0, which environments write for missing logprobs.
@@ -43,7 +43,7 @@ class Answer:
 
 
 @dataclass(eq=False)
-class Ask:
+class ActionRequest:
     """Request for one answer: choice ``choice`` of ``choices`` of the environment's ``call``-th call, from 0."""
 
     call: int
@@ -100,9 +100,9 @@ class Episode:
         self.made: list[Any] = []  # every ScoredDataGroup of the environment, also those that it then drops
         self._loop = loop
         self._calls = 0
-        self._events: SimpleQueue[Ask | Future[Any]] = SimpleQueue()
+        self._events: SimpleQueue[ActionRequest | Future[Any]] = SimpleQueue()
         self._task: asyncio.Task | None = None
-        self._waiting: set[Ask] = set()
+        self._waiting: set[ActionRequest] = set()
         self._closed = False  # no call is answered any more
         self._outcome = asyncio.run_coroutine_threadsafe(self._run(rollout), loop)
         self._outcome.add_done_callback(self._events.put)
@@ -129,7 +129,7 @@ class Episode:
         if self._closed:  # a task left over from an ended rollout
             raise asyncio.CancelledError("this episode is over")
         number, self._calls = self._calls, self._calls + 1
-        asks = [Ask(number, choice, choices, **call) for choice in range(choices)]
+        asks = [ActionRequest(number, choice, choices, **call) for choice in range(choices)]
         self._waiting.update(asks)
         for ask in asks:
             self._events.put(ask)
@@ -138,7 +138,7 @@ class Episode:
         finally:
             self._waiting.difference_update(asks)
 
-    def next(self, timeout: float) -> Ask | Any:
+    def next(self, timeout: float) -> ActionRequest | Any:
         """Return the next request of the environment, or the result of its rollout.
 
         Raises:
@@ -151,7 +151,7 @@ class Episode:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
                 raise NothingCame from None
-            if not isinstance(event, Ask):
+            if not isinstance(event, ActionRequest):
                 try:
                     return event.result()
                 except CancelledError as error:

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.run.record import left_open, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
@@ -31,7 +31,7 @@ from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
 from recipe.atropos.watchdog.alarms import ALARMS
-from recipe.atropos.watchdog.history import History, Limits
+from recipe.atropos.watchdog.history import AlarmLimits, History
 from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 _ASK_SECONDS = 5.0  # between two requests to the services
@@ -48,12 +48,12 @@ class AlarmWatch:
     ``inference``: None if none is watched.
     """
 
-    def __init__(self, run: Run, version: int, api_url: str, inference: Inference | None):
+    def __init__(self, run: Run, version: int, api_url: str, inference: InferenceServices | None):
         specs = self._specs = run.plan.specs
         self._run, self._api_url, self._inference = run, api_url, inference
         self._stop_on = list(run.config.watchdog.stop_on)
         settings = dict(leaves(OmegaConf.to_container(run.config)))
-        history = History(Limits.from_config(settings), begin=version, joined=not specs)
+        history = History(AlarmLimits.from_config(settings), begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
         self._readers: dict[Path, LineReader] = {}
         for name, spec in specs.items():

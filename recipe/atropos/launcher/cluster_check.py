@@ -58,7 +58,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ClusterFinding:
     """A check of a node, by its address; ``problem``: what is wrong and the fix, "" if nothing is."""
 
     check: str
@@ -124,7 +124,7 @@ class Probe:
         return "it could be locked, although the head holds the lock"
 
 
-def wait_for_nodes(nodes: int, seconds: float) -> list[Finding]:
+def wait_for_nodes(nodes: int, seconds: float) -> list[ClusterFinding]:
     """Wait until Ray knows as many living nodes, at most so long; return a finding about it."""
     until = time.monotonic() + seconds
     while len(living := [node for node in ray.nodes() if node["Alive"]]) < nodes and time.monotonic() < until:
@@ -132,10 +132,10 @@ def wait_for_nodes(nodes: int, seconds: float) -> list[Finding]:
     missing = (
         f"Ray knows {len(living)} of {nodes} nodes: see `ray status`; start Ray on the others, with the same token"
     )
-    return [Finding("nodes", _head(), missing if len(living) < nodes else "")]
+    return [ClusterFinding("nodes", _head(), missing if len(living) < nodes else "")]
 
 
-def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
+def check_nodes(config: DictConfig, pairs: bool = True) -> list[ClusterFinding]:
     """Check all living nodes against this one; with ``pairs``, also each connection between two of them, and the GPUs,
     of which others of the cluster may have some while a run starts.
 
@@ -165,7 +165,7 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[Finding]:
             others = [(address, node.port) for address, node in facts.items()]
             for address, cut in _answers(probes, "unreachable", others).items():
                 told = f"it reaches no free port of {', '.join(cut)}: open all ports between the nodes" if cut else ""
-                findings.append(Finding("ports", address, told))
+                findings.append(ClusterFinding("ports", address, told))
         return findings
     finally:
         for probe in probes.values():
@@ -188,7 +188,7 @@ def _head() -> str:
     return ray.util.get_node_ip_address()
 
 
-def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
+def _compared(facts: dict[str, Facts]) -> Iterator[ClusterFinding]:
     """Yield what each node's facts say, beside the head's."""
     head = facts[_head()]
     for address, node in facts.items():
@@ -199,7 +199,7 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
             told = f"no interface to the other nodes has {address}: ray start --node-ip-address with one that has"
         else:
             told = f"{', '.join(wrong)}, and {address} is on {own}: leave it out before ray start" if wrong else ""
-        yield Finding("interface", address, told)
+        yield ClusterFinding("interface", address, told)
         unknown = {"recipe (commit)"} - node.versions.keys()  # without git there
         differ = [
             f"{name} {node.versions.get(name)}, here {version}"
@@ -208,15 +208,15 @@ def _compared(facts: dict[str, Facts]) -> Iterator[Finding]:
         ]
         if node.versions["SGLang's sglang"] is None:
             differ.append("no interpreter with SGLang starts (inference.python)")
-        yield Finding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
+        yield ClusterFinding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
         told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
-        yield Finding("open files", address, told if node.files < _LEAST_FILES else "")
+        yield ClusterFinding("open files", address, told if node.files < _LEAST_FILES else "")
         taken = [
             f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(node.gpu_memory) if used > _GPU_MEBIBYTES
         ]
         told = f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else ""
         unseen = f"Ray has {node.gpus:g} GPUs there, and nvidia-smi shows none: repair it, or the driver"
-        yield Finding("gpus", address, unseen if node.gpus and not node.gpu_memory else told)
+        yield ClusterFinding("gpus", address, unseen if node.gpus and not node.gpu_memory else told)
 
 
 def _selects(value: str, names: Collection[str]) -> bool:
@@ -227,15 +227,15 @@ def _selects(value: str, names: Collection[str]) -> bool:
     return any(name in given if value.startswith("=") else name.startswith(given) for name in names)
 
 
-def _clock(address: str, probe: Any) -> Finding:
+def _clock(address: str, probe: Any) -> ClusterFinding:
     begun = time.time()
     told = _answers({address: probe}, "time")[address]
     apart = abs(told - (begun + time.time()) / 2)
     problem = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
-    return Finding("clock", address, problem if apart > _APART_SECONDS else "")
+    return ClusterFinding("clock", address, problem if apart > _APART_SECONDS else "")
 
 
-def _token(address: str) -> Finding:
+def _token(address: str) -> ClusterFinding:
     """Check that the cluster answers nobody who has no token."""
     problem = "whoever reaches it can run code on every node: on each, before ray start, and here, export "
     problem += "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (openssl rand -hex 32)"
@@ -244,10 +244,10 @@ def _token(address: str) -> Finding:
             NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_CONNECT_SECONDS)
         except grpc.RpcError:
             problem = ""
-    return Finding(TOKEN, _head(), problem)
+    return ClusterFinding(TOKEN, _head(), problem)
 
 
-def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[Finding]:
+def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[ClusterFinding]:
     """Check that a folder is one, where files are renamed and locked, for all nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as shared, open(Path(shared, "lock"), "w") as lock:
@@ -256,4 +256,4 @@ def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[Finding]
             if not failed and not Path(shared, address).exists():
                 failed = "what it writes is not here"
             told = f"{key}={folder}: {failed}: mount one file system there on every node, with locks"
-            yield Finding("folder", address, told if failed else "")
+            yield ClusterFinding("folder", address, told if failed else "")

@@ -272,7 +272,7 @@ class _State:
         return self.was_registered or (self.spec.placement == "ray" and status == -signal.SIGKILL)
 
 
-class Environments:
+class EnvironmentProcesses:
     """Starts and monitors the environments; see the module. Call ``poll`` before every ``Run.check``."""
 
     def __init__(self, run: Run, api_url: str, server_url: str):

@@ -26,7 +26,7 @@ from typing import Any
 from recipe.atropos.config.env_specs import EnvironmentSpec
 from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
 from recipe.atropos.launcher.services import Run
-from recipe.atropos.launcher.sglang import Inference
+from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.run.evaluations import (
     NONE_YET,
     held_out,
@@ -66,7 +66,7 @@ def evaluation_text(metrics: Mapping[str, float], greedy: bool) -> str:
 class Evaluations:
     """Runs the evaluations that are due; a version is the trainer's step."""
 
-    def __init__(self, run: Run, inference: Inference):
+    def __init__(self, run: Run, inference: InferenceServices):
         self._run, self._inference = run, inference
         self._specs = {name: spec for name, spec in run.plan.specs.items() if spec.evaluate}
         self._several = len(run.plan.specs) > 1

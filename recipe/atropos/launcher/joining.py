@@ -42,7 +42,7 @@ def check_key(config: DictConfig, shows_key: bool = True) -> None:
 
 
 class Joining:
-    """Counterpart of ``Environments`` for environments that join; see the module. Call ``poll`` periodically."""
+    """Counterpart of ``EnvironmentProcesses`` for environments that join; see the module. Call ``poll`` often."""
 
     def __init__(self, run: Run, api_url: str, gateway: str):
         self._run, self._api_url, self._gateway = run, api_url, gateway

@@ -15,7 +15,7 @@ from rich.text import Text
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
-from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.launcher.evaluation import Evaluations
 from recipe.atropos.launcher.joining import Joining
 from recipe.atropos.launcher.services import WATCH_SECONDS, Run
@@ -70,7 +70,7 @@ async def launch(run: Run) -> None:
         with progress("the trainer loads the model and pushes its weights", trainer.log_path):
             version = await first_version(run, inference)
             await sessions_healthy(run)
-        environments = (Environments if run.plan.specs else Joining)(run, api.url, inference.gateway)
+        environments = (EnvironmentProcesses if run.plan.specs else Joining)(run, api.url, inference.gateway)
         environments.start()  # beside the evaluation, which takes as long as their own start
         with progress(f"evaluating version {version}, and starting the environments"):
             await evaluations.begin(version, environments.poll)
@@ -104,7 +104,7 @@ async def launch(run: Run) -> None:
 async def watch(
     run: Run,
     version: int,
-    environments: Environments | Joining,
+    environments: EnvironmentProcesses | Joining,
     evaluations: Evaluations,
     alarm_watch: AlarmWatch,
     on_step: Callable[[], None] = lambda: None,
@@ -217,7 +217,7 @@ def _write_page(files: RunDir) -> bool:
 
 
 async def _end(
-    run: Run, environments: Environments | Joining | None, evaluations: Evaluations | None, started: float
+    run: Run, environments: EnvironmentProcesses | Joining | None, evaluations: Evaluations | None, started: float
 ) -> list[Exception]:
     """Stop everything despite failures, account for the groups and for the time since ``started`` (monotonic), and
     return the failures.

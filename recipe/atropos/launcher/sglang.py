@@ -30,7 +30,7 @@ _GATEWAY_START = 60.0
 
 
 @dataclass(frozen=True)
-class Inference:
+class InferenceServices:
     """Servers by name, and the gateway's URL for environments. Both stay the same when processes are restarted."""
 
     servers: dict[str, SGLangLaunch]
@@ -124,15 +124,15 @@ def lora_arguments(model: DictConfig) -> dict[str, Any]:
     }
 
 
-def plan_inference(run: Run, lora: bool = True) -> Inference:
+def plan_inference(run: Run, lora: bool = True) -> InferenceServices:
     """Return the servers as `plan_servers`, and the gateway on the port that is configured, 9001 or a free one."""
     config, launches = run.config.inference, plan_servers(run, lora)
     taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
     port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
-    return Inference(launches, f"http://{reachable(config.host)}:{port}", run.api_key)
+    return InferenceServices(launches, f"http://{reachable(config.host)}:{port}", run.api_key)
 
 
-def command_of_gateway(run: Run, inference: Inference) -> list[str]:
+def command_of_gateway(run: Run, inference: InferenceServices) -> list[str]:
     longest = run.config.trainer.atropos.weight_sync.timeout
     return gateway_command(inference.gateway, run.config.inference.host, inference.urls, longest)
 
@@ -147,7 +147,7 @@ def given_ports(config: DictConfig) -> dict[str, int]:
     return {key: port for key, port in ports.items() if port is not None}
 
 
-async def start_inference(run: Run) -> Inference:
+async def start_inference(run: Run) -> InferenceServices:
     """Start the servers and the gateway, without waiting for them to be healthy.
 
     Raises:
@@ -203,13 +203,13 @@ async def _join_cluster(run: Run, servers: dict[str, SGLangLaunch], programs: li
                 await asyncio.sleep(WATCH_SECONDS)
 
 
-def _start_server(run: Run, inference: Inference, name: str) -> Service:
+def _start_server(run: Run, inference: InferenceServices, name: str) -> Service:
     if run.config.inference.placement == "ray":
         return run.cluster.start_server(name, inference.servers[name], run.files.log(name))
     return start_sglang(inference.servers[name], log_path=run.files.log(name), name=name, env=run.variables)
 
 
-def _restart_server(run: Run, inference: Inference, name: str) -> Service:
+def _restart_server(run: Run, inference: InferenceServices, name: str) -> Service:
     """Start a server again: on its node, or on another one where that is lost. Then gateway and trainer, which know
     servers by their URLs, are ended, and started again by their own policies, which do not count it. The trainer has
     the time of a push to save its step.
@@ -229,12 +229,12 @@ def _restart_server(run: Run, inference: Inference, name: str) -> Service:
     return _start_server(run, inference, name)
 
 
-def _start_gateway(run: Run, inference: Inference) -> Service:
+def _start_gateway(run: Run, inference: InferenceServices) -> Service:
     command, key = command_of_gateway(run, inference), {API_KEY_VARIABLE: run.api_key}
     return run.start("gateway", command, url=inference.gateway, **key)
 
 
-async def inference_healthy(run: Run, inference: Inference) -> float:
+async def inference_healthy(run: Run, inference: InferenceServices) -> float:
     """Wait until every server generates and the gateway answers; from then on, restart them when they end.
 
     Returns the seconds that the servers took.
@@ -270,7 +270,9 @@ def _awaited(run: Run, name: str) -> str:
     return run.cluster.awaited(name) if run.config.inference.placement == "ray" else ""
 
 
-def _enable_restarts(run: Run, inference: Inference, recovers: Callable[[int], bool] = lambda status: True) -> None:
+def _enable_restarts(
+    run: Run, inference: InferenceServices, recovers: Callable[[int], bool] = lambda status: True
+) -> None:
     """Set the restart policies; a colocated server's restart waits while the trainer holds the GPU memory."""
     limit = run.config.inference.max_restarts
     for name in inference.servers:

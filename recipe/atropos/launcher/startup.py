@@ -14,7 +14,7 @@ from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.derived import request_limits
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import RestartPolicy, Run
-from recipe.atropos.launcher.sglang import Inference, given_ports, inference_healthy, serves
+from recipe.atropos.launcher.sglang import InferenceServices, given_ports, inference_healthy, serves
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
@@ -60,7 +60,7 @@ def api_command(run: Run) -> tuple[list[str], str]:
     return command, f"http://{reachable(config.host)}:{port}"
 
 
-def start_sessions(run: Run, inference: Inference, api: Service) -> None:
+def start_sessions(run: Run, inference: InferenceServices, api: Service) -> None:
     """Start the session server, by which programs sample, without waiting for it, if something uses it."""
     config, command = run.config.inference, session_command(run, inference, api.url)
     if command is None:
@@ -73,7 +73,7 @@ def start_sessions(run: Run, inference: Inference, api: Service) -> None:
     start()
 
 
-def session_command(run: Run, inference: Inference, api_url: str) -> list[str] | None:
+def session_command(run: Run, inference: InferenceServices, api_url: str) -> list[str] | None:
     """Return the session server's command, None if nothing uses one; its address is ``run.sessions_url`` then."""
     sessions, model, host = run.config.sessions, run.config.actor_rollout_ref.model.path, run.config.inference.host
     used = any(spec.program for spec in run.plan.specs.values()) if sessions.enabled is None else sessions.enabled
@@ -143,7 +143,7 @@ def _may_restart_trainer(run: Run, status: int) -> bool:
     return (status < 0 or status == RECOVERABLE) and not shared
 
 
-async def servers_healthy(run: Run, api: Service, inference: Inference) -> None:
+async def servers_healthy(run: Run, api: Service, inference: InferenceServices) -> None:
     async def answers() -> bool:
         run.check()
         try:
@@ -169,7 +169,7 @@ async def sessions_healthy(run: Run) -> None:
         )
 
 
-def start_trainer(run: Run, api: Service, inference: Inference) -> Service:
+def start_trainer(run: Run, api: Service, inference: InferenceServices) -> Service:
     """Start the trainer, which loads the run's ``config.yaml``; that file is completed here."""
     addresses = {
         "inference.urls": list(inference.urls),
@@ -190,7 +190,7 @@ def start_trainer(run: Run, api: Service, inference: Inference) -> Service:
     return _start_trainer(run, before)
 
 
-async def first_version(run: Run, inference: Inference) -> int:
+async def first_version(run: Run, inference: InferenceServices) -> int:
     """Wait for the trainer's first push and return its version; no environment may start before it."""
     version: Any = None
     ended: float | None = None

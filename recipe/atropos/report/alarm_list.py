@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from recipe.atropos.config.derived import derived_wait
-from recipe.atropos.report.run_history import History, shown
+from recipe.atropos.report.run_history import RunHistory, shown
 from recipe.atropos.run.record import by_alarm
 from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
-from recipe.atropos.watchdog.history import History as WatchedHistory
-from recipe.atropos.watchdog.history import Limits
+from recipe.atropos.watchdog.history import AlarmLimits
+from recipe.atropos.watchdog.history import RunHistory as WatchedHistory
 from recipe.atropos.watchdog.watchdog import Watchdog
 
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
@@ -21,7 +21,7 @@ _WAIT = "trainer.atropos.max_wait_time"
 _LOOKS = 400  # of the watchdog at a recorded run of any length
 
 
-def all_alarms(history: History) -> list[dict[str, Any]]:
+def all_alarms(history: RunHistory) -> list[dict[str, Any]]:
     """Return a run's alarms, raised ones first, causes before symptoms.
 
     Each is ``{"alarm", "environment", "state", "since_step", "raised_step", "until_step", "seen", "seen_last", "means",
@@ -58,7 +58,7 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool, seen: Seen) -> list
     return found
 
 
-def _of_summary(history: History) -> Seen:
+def _of_summary(history: RunHistory) -> Seen:
     """Return what was seen last of each recorded alarm; of one in several environments, the summary does not tell."""
     about = {(line["alarm"], line.get("environment")) for line in history.alarms}
     names = [name for name, _ in about]
@@ -66,11 +66,11 @@ def _of_summary(history: History) -> Seen:
     return {key: known[key[0]]["seen"] for key in about if key[0] in known and names.count(key[0]) == 1}
 
 
-def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
+def _played(history: RunHistory) -> tuple[list[dict[str, Any]], Seen]:
     """Return the lines that the watchdog would have written of the recorded steps and reports, and what it saw last."""
     lines: list[dict[str, Any]] = []
     wait = history.config.get(_WAIT) or derived_wait(_WAIT, history.config.get("data.max_response_length", 1536))
-    watchdog = Watchdog(WatchedHistory(Limits.from_config({**history.config, _WAIT: wait})))
+    watchdog = Watchdog(WatchedHistory(AlarmLimits.from_config({**history.config, _WAIT: wait})))
     events = [(line["time"], None, line) for line in history.lines]
     events += [(line["time"], name, line) for name, reports in history.reports.items() for line in reports]
     events.sort(key=lambda event: event[0])
@@ -85,7 +85,7 @@ def _played(history: History) -> tuple[list[dict[str, Any]], Seen]:
     return lines, {key: raised.finding.seen for key, raised in watchdog.raised.items()}
 
 
-def _server_behind(history: History) -> Iterator[dict[str, Any]]:
+def _server_behind(history: RunHistory) -> Iterator[dict[str, Any]]:
     """Yield an alarm if rows of one weight version come at each of the newest steps, beside rows of newer ones."""
     late: list[dict[str, Any]] = []
     for line in reversed(history.lines):

@@ -11,14 +11,14 @@ import numpy as np
 
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.report.decimate import buckets, decimated
-from recipe.atropos.report.run_history import SENT, History, phases_of
+from recipe.atropos.report.run_history import SENT, RunHistory, phases_of
 from recipe.atropos.report.scores import extent, held_out, score_range
 
 BARS = 60  # of a timeline
 _BINS = 24  # of a histogram
 
 
-def curves(history: History, alarms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def curves(history: RunHistory, alarms: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the charts: ``{"id", "title", "unit", "about", "own", "series", "limit", "log", "marks"}``.
 
     A series is ``{"label", "x", "y"}``, perhaps with ``low`` and ``high``. ``marks`` are alarms that the chart shows,
@@ -40,7 +40,7 @@ def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, An
     return {"limit": None, "log": False, "zero": False, "own": "", **own, **more}
 
 
-def _scores(history: History) -> dict[str, Any]:
+def _scores(history: RunHistory) -> dict[str, Any]:
     keys = {"all trained rows": "atropos/mean_score", "before shaping": "atropos/mean_raw_score"}
     if all(line.get("atropos/mean_score") == line.get("atropos/mean_raw_score") for line in history.lines):
         del keys["before shaping"]
@@ -67,7 +67,7 @@ def _scores(history: History) -> dict[str, Any]:
     )
 
 
-def _held_out(history: History) -> dict[str, Any]:
+def _held_out(history: RunHistory) -> dict[str, Any]:
     series, evaluations = [], held_out(history.evaluations)
     for name, values in evaluations.items():
         xs, ys, items, _ = zip(*values, strict=True)
@@ -81,7 +81,7 @@ def _held_out(history: History) -> dict[str, Any]:
     return _chart("heldout", "Held-out score", "", about, series, own=own, share=share)
 
 
-def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
+def _of_metrics(history: RunHistory) -> Iterator[dict[str, Any]]:
     for chart in CHARTS:
         keys = dict(chart.keys)
         if chart.prefix:
@@ -94,7 +94,7 @@ def _of_metrics(history: History) -> Iterator[dict[str, Any]]:
         yield _chart(chart.id, chart.title, chart.unit, chart.about, series, **more)
 
 
-def _series(history: History, keys: Mapping[str, str]) -> list[dict[str, Any]]:
+def _series(history: RunHistory, keys: Mapping[str, str]) -> list[dict[str, Any]]:
     """Counts that a step does not have are 0; other metrics are unknown then."""
     steps = [line["step"] for line in history.lines]
     counts = ("atropos/dropped/", "atropos/rows_with/")
@@ -108,7 +108,7 @@ def _series(history: History, keys: Mapping[str, str]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- phases
 
 
-def timeline(history: History) -> dict[str, Any]:
+def timeline(history: RunHistory) -> dict[str, Any]:
     """Return the mean seconds of each phase over the steps of a bar, and each phase's seconds in all.
 
     What is spent after a step's line was written, to save a checkpoint, is in the latter alone.
@@ -129,7 +129,7 @@ def timeline(history: History) -> dict[str, Any]:
 # ---------------------------------------------------------------- outcomes
 
 
-def outcomes(history: History) -> list[dict[str, Any]]:
+def outcomes(history: RunHistory) -> list[dict[str, Any]]:
     """Return per environment what became of its items over time: counts by outcome in bars of equal time."""
     found = []
     for name, each in history.outcomes.items():
@@ -161,7 +161,7 @@ def outcomes(history: History) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------- histograms
 
 
-def staleness_histogram(history: History) -> dict[str, Any] | None:
+def staleness_histogram(history: RunHistory) -> dict[str, Any] | None:
     """Return the rows by age in updates, for the first, the middle and the last third of the steps."""
     prefix, steps = "atropos/staleness/rows_", len(history.lines)
     counts = [

@@ -13,7 +13,7 @@ from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
-from recipe.atropos.report.run_history import SENT, History, shown
+from recipe.atropos.report.run_history import SENT, RunHistory, shown
 from recipe.atropos.report.scores import extent, from_to, held_out, score_range, training_scores
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret
@@ -40,7 +40,7 @@ _TOTALS = {  # of the summary, and the metric to add up for a run that has none
 }
 
 
-def figures(history: History) -> list[list[str]]:
+def figures(history: RunHistory) -> list[list[str]]:
     """Return the run in figures, as [name, value]; the same names for every run, so that two can be compared."""
     of = f" of {history.total_steps}" if history.total_steps else ""
     rows = [["state", state(history)], ["steps", f"{history.steps}{of}"]]
@@ -78,7 +78,7 @@ def figures(history: History) -> list[list[str]]:
     return rows
 
 
-def state(history: History) -> str:
+def state(history: RunHistory) -> str:
     if history.finished:
         return "finished"
     if history.host:
@@ -86,7 +86,7 @@ def state(history: History) -> str:
     return "running" if history.running else "stopped before it was finished"
 
 
-def dropped(history: History) -> list[dict[str, Any]]:
+def dropped(history: RunHistory) -> list[dict[str, Any]]:
     """Return what was not trained on: ``{"where", "reason", "meaning", "count", "share"}``, most frequent first."""
     totals = {name: history.item_totals(name) for name in history.outcomes}
     sources = [(f"environment {name}, groups", items, sum(items.values())) for name, items in totals.items()]
@@ -106,7 +106,7 @@ def _reason(where: str, outcome: str, count: int, share: float) -> dict[str, Any
     return {"where": where, "reason": outcome, "meaning": meaning, "count": count, "share": share}
 
 
-def sessions(history: History) -> list[list[Any]]:
+def sessions(history: RunHistory) -> list[list[Any]]:
     """Return, for each environment with sessions, its name and the numbers of those that ended, that failed by cause,
     and that were left out, of forks by cause, retries, and turns with calls, and the turns per session.
     """
@@ -125,7 +125,7 @@ def _by_cause(counts: Counter[str], prefix: str) -> str:
     return ", ".join(f"{name} {n:,}" for name, n in found) or "0"
 
 
-def configuration(history: History) -> list[list[Any]]:
+def configuration(history: RunHistory) -> list[list[Any]]:
     """Return [key, value, default if it differs else null, whether the recipe documents it]; secrets are hidden."""
     shipped = compose_config([])
     OmegaConf.resolve(shipped)
@@ -137,7 +137,7 @@ def configuration(history: History) -> list[list[Any]]:
     return found
 
 
-def versions(history: History) -> tuple[dict[str, str], bool]:
+def versions(history: RunHistory) -> tuple[dict[str, str], bool]:
     """Return versions by package, and whether the run recorded them; else they are those that are installed here."""
     recorded = read_json(history.run.identity, {}).get("versions")
     return (recorded, True) if recorded else (installed_versions(history.config.get("inference.python")), False)

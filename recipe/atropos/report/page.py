@@ -15,7 +15,7 @@ import orjson
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report import curves, facts, samples
 from recipe.atropos.report.alarm_list import all_alarms
-from recipe.atropos.report.run_history import History, read_history
+from recipe.atropos.report.run_history import RunHistory, read_history
 from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import DiskFull, write_atomic
 
@@ -53,7 +53,7 @@ def write_report(
     return path
 
 
-def page(histories: list[History], tokens: bool = True) -> str:
+def page(histories: list[RunHistory], tokens: bool = True) -> str:
     """Return the page as text."""
     runs = [describe(history, tokens) for history in histories]
     if len({run["name"] for run in runs}) < len(runs):
@@ -71,7 +71,7 @@ def page(histories: list[History], tokens: bool = True) -> str:
     return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], (FOLDER / "page.html").read_text())
 
 
-def describe(history: History, tokens: bool = True) -> dict[str, Any]:
+def describe(history: RunHistory, tokens: bool = True) -> dict[str, Any]:
     """Return all that the page says of one run, as JSON."""
     alarms = all_alarms(history)
     rollouts = samples.rollouts_of(history)

@@ -42,7 +42,7 @@ class Outcomes:
 
 
 @dataclass
-class History:
+class RunHistory:
     """A run's files. ``lines`` are those of ``metrics.jsonl``, in order; ``config`` is flat, by dotted key."""
 
     run: RunDir
@@ -107,7 +107,7 @@ class History:
         return Counter({key.removeprefix("sessions/"): n for key, n in totals.items() if key.startswith("sessions/")})
 
 
-def read_history(folder: str | Path) -> History:
+def read_history(folder: str | Path) -> RunHistory:
     """Read a run's folder, also while the run goes on.
 
     Raises:
@@ -125,7 +125,7 @@ def read_history(folder: str | Path) -> History:
         running, host = holder is not None and holder.lives(), None
     else:  # nothing is known of it; it runs unless its launcher has ended its services
         running, host = (True, holder.host) if read_json(run.services) != {} else (False, None)
-    return History(
+    return RunHistory(
         run,
         read_metrics(run.path),
         read_evaluations(run.path),

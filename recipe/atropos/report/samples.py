@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.atropos.report.decimate import spread
-from recipe.atropos.report.run_history import History
+from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.utils.files import read_lines
 
 STEPS = 16  # whose samples are shown
@@ -32,7 +32,7 @@ PARTS = 8  # of what a turn adds, as many of its reply
 _LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos report RUN writes this page with them."
 
 
-def rollouts_of(history: History, limit: int = SCANNED) -> dict[int, list[dict[str, Any]]]:
+def rollouts_of(history: RunHistory, limit: int = SCANNED) -> dict[int, list[dict[str, Any]]]:
     """Return the recorded rows of at most ``limit`` steps, evenly spread over those that were recorded.
 
     Outputs that ``chosen_rows`` leaves out are shortened: a batch of long answers has gigabytes over so many steps.
@@ -66,7 +66,9 @@ def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str,
     return list({id(row): row for row in order}.values())[:limit]
 
 
-def samples(history: History, rollouts: Mapping[int, list[dict[str, Any]]], with_tokens: bool = True) -> dict[str, Any]:
+def samples(
+    history: RunHistory, rollouts: Mapping[int, list[dict[str, Any]]], with_tokens: bool = True
+) -> dict[str, Any]:
     """Return ``{"prompts", "rows", "note"}``; a row refers to its prompt by number, and has tokens if there are any."""
     chosen = {step: chosen_rows(rollouts[step]) for step in spread([*rollouts], STEPS)}
     tokens, note = _tokens(history, chosen) if with_tokens else ({}, _LATER)
@@ -99,7 +101,7 @@ def shortened(text: str, limit: int = CHARACTERS) -> str:
     return f"{text[: kept * 2 // 3]} [... {len(text) - kept:,} characters left out ...] {text[-kept // 3 :]}"
 
 
-def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tuple[dict[tuple[int, int], Any], str]:
+def _tokens(history: RunHistory, chosen: Mapping[int, list[dict[str, Any]]]) -> tuple[dict[tuple[int, int], Any], str]:
     """Return tokens by (step, place among the chosen rows), and why there are none, or ''.
 
     Whatever is the matter with a run's store, model or tokenizer, its page is written without tokens.
@@ -118,7 +120,7 @@ def _tokens(history: History, chosen: Mapping[int, list[dict[str, Any]]]) -> tup
 # ---------------------------------------------------------------- sessions
 
 
-def sessions(history: History) -> tuple[list[dict[str, Any]], str]:
+def sessions(history: RunHistory) -> tuple[list[dict[str, Any]], str]:
     """Return the session of each environment that was opened last, of those that have ended, and why there are none,
     or ''. Each is what ``session_view`` says about it, with its first turns as ``turns_shown``.
 
@@ -152,7 +154,7 @@ def _short(turn: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
 # ---------------------------------------------------------------- items
 
 
-def items(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def items(history: RunHistory, rollouts: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return items that were answered several times: ``{"kind", "environment", "prompt", "answers"}``.
 
     Held-out items come first, and among them those whose score changed. An answer is ``{"at", "answer", "score"}``.
@@ -167,7 +169,7 @@ def items(history: History, rollouts: Mapping[int, list[dict[str, Any]]]) -> lis
     return [item for group in by_kind for item in spread(group, ITEMS // 2)][:ITEMS]
 
 
-def _held_out(history: History) -> Iterable[dict[str, Any]]:
+def _held_out(history: RunHistory) -> Iterable[dict[str, Any]]:
     files = [path for path in history.run.evaluation.glob("*/*/samples.jsonl") if path.parts[-3].isdigit()]
     files.sort(key=lambda path: (path.parts[-2], int(path.parts[-3])))
     answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)

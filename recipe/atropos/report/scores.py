@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from recipe.atropos.report.run_history import History
+from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.run.evaluations import held_out
 
 _LEAST = 0.02  # change of a held-out score whose number of items is unknown
 
 
-def gains(history: History) -> dict[str, float]:
+def gains(history: RunHistory) -> dict[str, float]:
     """Return the change of each held-out score from first to last, 0 where so few items make it by chance.
 
     Two standard errors of the difference of two shares; environments with one evaluation are left out.
@@ -30,7 +30,7 @@ def from_to(before: float, after: float) -> str:
     return f"{before:.{digits}f} → {after:.{digits}f}".replace("-", "−")
 
 
-def score_range(history: History) -> tuple[float, float] | None:
+def score_range(history: RunHistory) -> tuple[float, float] | None:
     """Return the lowest and the highest score of a trained row, as shaped, if they were recorded."""
     low, high = history.column("critic/score/min"), history.column("critic/score/max")
     return (min(low), max(high)) if low and high else None
@@ -40,7 +40,7 @@ def extent(low: float, high: float) -> str:
     return f"{low:.4g} to {high:.4g}".replace("-", "−")
 
 
-def training_scores(history: History) -> tuple[float, float, float]:
+def training_scores(history: RunHistory) -> tuple[float, float, float]:
     """Return the mean score of the first and of the last fifth of the steps, and two standard errors of the change.
 
     Scores are raw: from before a reward bridge shaped them.

@@ -10,7 +10,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.sessions.messages import Message
 from recipe.atropos.sessions.session import Session
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.sessions.tree import Turn
 
 Part = tuple[str, str]  # who says it (a role, "thinking", "call", "result of TOOL"), and the text
@@ -27,7 +27,7 @@ def read_sessions(files: RunDir, limit: int = 1, identifier: str | None = None) 
     """
     if not files.sessions.exists():
         raise ConfigurationError(f"{files.path} has no sessions: no program sampled there (sessions.enabled)")
-    with closing(Store(files.sessions, read_only=True)) as store:
+    with closing(SessionStore(files.sessions, read_only=True)) as store:
         if identifier is not None and store.session(identifier) is None:
             raise ConfigurationError(f"{files.path} has no session {identifier}; --sessions lists the newest")
         found = [identifier] if identifier is not None else store.newest(limit)

@@ -15,7 +15,7 @@ from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantag
 from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.report.run_history import History
+from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.sources.numbered import Batch, DataSourceError
@@ -100,7 +100,7 @@ def tokens_of_row(rows: DataProto, row: int, tokenizer: Any) -> Iterator[dict[st
 
 
 def token_columns(
-    history: History, chosen: Mapping[int, list[dict[str, Any]]], limit: int, of_a_row: int
+    history: RunHistory, chosen: Mapping[int, list[dict[str, Any]]], limit: int, of_a_row: int
 ) -> dict[tuple[int, int], dict[str, Any]]:
     """Return the response's tokens of rows recorded in ``rollouts/STEP.jsonl``, by (step, place in ``chosen[step]``).
 

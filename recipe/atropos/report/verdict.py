@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from recipe.atropos.report.run_history import History
+from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.report.scores import from_to, gains, held_out, training_scores
 
 # Steps, before a change of the training score is believed, and before none means anything: the first and last fifth of
@@ -13,30 +13,30 @@ _FEW, _EARLY = 4, 20
 Level = Literal["good", "warn", "bad", "neutral"]
 
 
-class Verdict(NamedTuple):
+class RunVerdict(NamedTuple):
     """``level`` says how the page shows it."""
 
     level: Level
     text: str
 
 
-def verdict(history: History, alarms: Sequence[dict[str, Any]]) -> Verdict:
+def verdict(history: RunHistory, alarms: Sequence[dict[str, Any]]) -> RunVerdict:
     """Return the sentence; ``alarms`` are those of ``alarm_list.all_alarms``."""
     raised = [alarm for alarm in alarms if alarm["state"] == "raised"]
     others = ", ".join(dict.fromkeys(alarm["alarm"] for alarm in raised[1:]))
     cause = f" {named(raised[0])}{f'; also {others}' if others else ''}." if raised else ""
     if not history.lines:
         text = f"{'No step was trained yet' if history.running else 'Stopped before its first step'}.{cause}"
-        return Verdict("bad" if raised or not history.running else "neutral", text)
+        return RunVerdict("bad" if raised or not history.running else "neutral", text)
     outcome, level = _outcome(history)
     told = f"{outcome}: {_figures(history)} over {history.steps} steps"
     if not history.finished and not history.running:
         stopped = f"Stopped at step {history.steps} of {history.total_steps or 'an unknown number'}."
-        return Verdict("bad" if raised else "warn", f"{stopped}{cause} Until then: {told[0].lower()}{told[1:]}.")
+        return RunVerdict("bad" if raised else "warn", f"{stopped}{cause} Until then: {told[0].lower()}{told[1:]}.")
     if raised:
-        return Verdict("warn" if level == "good" else "bad", f"{told}.{cause}")
+        return RunVerdict("warn" if level == "good" else "bad", f"{told}.{cause}")
     past = sum(alarm["state"] == "cleared" for alarm in alarms)
-    return Verdict(level, f"{told}; {f'no alarm now, {past} earlier' if past else 'no alarm'}.")
+    return RunVerdict(level, f"{told}; {f'no alarm now, {past} earlier' if past else 'no alarm'}.")
 
 
 def named(alarm: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def named(alarm: dict[str, Any]) -> str:
     return f"Alarm {alarm['alarm']}{where}{since}: " + (f"{alarm['means']} ({seen})" if alarm["means"] else seen)
 
 
-def _outcome(history: History) -> tuple[str, Level]:
+def _outcome(history: RunHistory) -> tuple[str, Level]:
     """By the held-out scores where there are two, else by the scores of training; what is worse has a lower figure."""
     held = gains(history)
     fell, rose = min(held.values(), default=0.0) < 0, max(held.values(), default=0.0) > 0
@@ -65,7 +65,7 @@ def _outcome(history: History) -> tuple[str, Level]:
     return "Learned nothing so far" if history.running else "Learned nothing", "warn"
 
 
-def _figures(history: History) -> str:
+def _figures(history: RunHistory) -> str:
     parts, scores = [], held_out(history.evaluations)
     for name, gain in gains(history).items():
         (_, before, *_), (_, after, items, _) = scores[name][0], scores[name][-1]

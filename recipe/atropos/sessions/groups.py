@@ -26,7 +26,7 @@ from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.messages import Count, RequestError
 from recipe.atropos.sessions.session import Session, SessionOptions
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class GroupRequest(SessionOptions, kw_only=True):  # type: ignore[call-arg]
     key: str | None = None
 
 
-class Group(msgspec.Struct):
+class SessionGroup(msgspec.Struct):
     """What is stored of a group: its sessions by place, and how often each was tried. ``id`` is the key of its post."""
 
     id: str
@@ -66,7 +66,7 @@ class Groups:
 
     def __init__(
         self,
-        store: Store,
+        store: SessionStore,
         api: TrajectoryApiClient,
         reports: Reports,
         open_session: Callable[..., Session],
@@ -102,14 +102,14 @@ class Groups:
         if ticket is None:
             status = await self._api.diagnose()
             raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503)
-        group = Group(secrets.token_hex(12), request, self._env_ids[request.env], ticket, [], [])
+        group = SessionGroup(secrets.token_hex(12), request, self._env_ids[request.env], ticket, [], [])
         sessions = [self._begin(group, seq) for seq in range(request.size)]
         group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
         self._groups[group.id] = group
         self._save(group)
         return sessions
 
-    def _begin(self, group: Group, seq: int) -> Session:
+    def _begin(self, group: SessionGroup, seq: int) -> Session:
         request, limits = group.request, group.request.limits
         limits = msgspec.structs.replace(limits, seconds=limits.seconds or _SESSION_SECONDS)
         place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
@@ -186,14 +186,14 @@ class Groups:
                 logger.warning("%s", error)
             await asyncio.sleep(_LOOK)
 
-    async def _look(self, group: Group) -> None:
+    async def _look(self, group: SessionGroup) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]
         for session in sessions:
             session.settle(self._reports)
         if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
             await self._post(group, sessions)
 
-    async def _post(self, group: Group, sessions: list[Session]) -> None:
+    async def _post(self, group: SessionGroup, sessions: list[Session]) -> None:
         kept = [session for session in sessions if session.state.reward is not None and session.tree.turns]
         reason = Reason.NO_GROUP if not kept else Reason.EQUAL_SCORES
         made: dict[str, Any] = {}
@@ -225,7 +225,7 @@ class Groups:
         except TimeoutError:
             raise CreditError(f"environment.credit.values: no values within {_CREDIT_SECONDS:g} s") from None
 
-    async def _close(self, group: Group, reason: Reason | None) -> None:
+    async def _close(self, group: SessionGroup, reason: Reason | None) -> None:
         """Remove a group; ``reason``: why its ticket is given back, None if it was posted."""
         if reason is not None:
             with contextlib.suppress(TrajectoryApiError):
@@ -233,8 +233,8 @@ class Groups:
         self._store.remove_group(group.id)
         del self._groups[group.id]
 
-    def _save(self, group: Group) -> None:
+    def _save(self, group: SessionGroup) -> None:
         self._store.put_group(group.id, msgspec.json.encode(group))
 
 
-_decode = msgspec.json.Decoder(Group).decode
+_decode = msgspec.json.Decoder(SessionGroup).decode

@@ -43,7 +43,7 @@ from recipe.atropos.sessions.groups import GroupRequest, Groups
 from recipe.atropos.sessions.messages import KEEP_ALIVE, Asked, RequestError, Strict, error_body, event
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.session import Exchange, Session, SessionRequest, State
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import serve
@@ -82,7 +82,7 @@ class SessionServer:
 
     def __init__(
         self,
-        store: Store,
+        store: SessionStore,
         rendering: Rendering,
         client: SGLangClient,
         key: str,
@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> None:
     client = SGLangClient(options.gateway, key, options.timeout, own=True)
     api = TrajectoryApiClient(options.api, key)
     server = SessionServer(
-        Store(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)
+        SessionStore(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)
     )
     serve(server.app(), options.host, options.port, logger)
 

@@ -35,14 +35,14 @@ from recipe.atropos.sessions.messages import (
     session_sampling,
 )
 from recipe.atropos.sessions.rendering import Rendering, as_ids
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.sessions.tree import Tree, Turn
 
 Generate = Callable[[list[int], dict[str, Any]], Awaitable[tuple[SampledReply, list[dict[str, Any]]]]]
 """Samples a whole reply to token ids, with SGLang's parameters; returns it and the spans of its weight versions."""
 
 
-class Limits(Strict):
+class SessionLimits(Strict):
     """What a session may use: ``turns`` replies, ``tokens`` sampled, ``seconds`` from its creation, and ``context``
     tokens of a prompt with its reply, beyond which a single request is refused. None: no limit.
     """
@@ -62,7 +62,7 @@ class SessionOptions(Strict):
 
     item: Any = None
     sampling: dict[str, Any] = {}
-    limits: Limits = Limits()
+    limits: SessionLimits = SessionLimits()
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "sampling", session_sampling(self.sampling))
@@ -150,14 +150,14 @@ class Session:
     """See the module docstring."""
 
     state: State
-    store: Store
+    store: SessionStore
     tree: Tree = field(default_factory=Tree)
     exchanges: dict[bytes, list[Exchange]] = field(default_factory=dict)
     reserved: int = 0  # tokens that the replies in flight may have
     freed: asyncio.Event = field(default_factory=asyncio.Event)  # some of them are not reserved any more
 
     @classmethod
-    def load(cls, store: Store, identifier: str) -> "Session":
+    def load(cls, store: SessionStore, identifier: str) -> "Session":
         """Return a session as it was stored. Raises RequestError if there is none of this id."""
         found = store.session(identifier)
         if found is None:

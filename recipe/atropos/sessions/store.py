@@ -28,7 +28,7 @@ class DamagedTurn(AtroposError, RuntimeError):
     """Error for a turn whose record is not what was stored; the message names the database and the session."""
 
 
-class Store:
+class SessionStore:
     """The open database; one process writes it. ``read_only``: it is there, and its server may run meanwhile."""
 
     def __init__(self, path: Path, read_only: bool = False):

@@ -29,7 +29,7 @@ from isal import igzip, isal_zlib
 from recipe.atropos.data.scored_group import unpack
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire  # noqa: F401  (endpoints)
 from recipe.atropos.trajectory_api.endpoints import ENDPOINTS, Caller, Endpoint, Int, RequestRefused, Seconds, endpoint
-from recipe.atropos.trajectory_api.service import Service
+from recipe.atropos.trajectory_api.service import TrajectoryService
 from recipe.atropos.utils.private_process import is_loopback
 from recipe.atropos.utils.secret import whose_key
 
@@ -43,9 +43,9 @@ _BROKEN = (ConnectionError, web.RequestPayloadError)
 
 
 class Api:
-    """Serves a ``Service``; ``secret``, the trainer's key, guards all of it."""
+    """Serves a ``TrajectoryService``; ``secret``, the trainer's key, guards all of it."""
 
-    def __init__(self, service: Service, secret: str | None = None):
+    def __init__(self, service: TrajectoryService, secret: str | None = None):
         self.service = service
         self._secret = secret
 
@@ -210,7 +210,7 @@ def _caller(request: web.BaseRequest, path: str) -> Caller:
 
 @endpoint("GET", "/batch", for_trainers=True)
 async def batch(
-    service: Service, caller: Caller, after: Int | None = None, wait: Seconds = 0.0, prefetch: bool = False
+    service: TrajectoryService, caller: Caller, after: Int | None = None, wait: Seconds = 0.0, prefetch: bool = False
 ) -> Any:
     """Send a batch: packed if the client accepts that, else as JSON; the one after ``after`` if that is given."""
     if after is not None:

@@ -74,7 +74,7 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class BatchRequest:
     """A request for a ticket for ``size`` sequences.
 
     ``more``: another one follows at once. ``ahead``: how many batches, from the next one on, may hold its group where
@@ -101,7 +101,7 @@ class EnvironmentQueue:
     begun: int = 0  # sequences of its open tickets
     groups: Counter[int] = field(default_factory=Counter)  # posted, by size
     waiting: deque[Entry] = field(default_factory=deque)  # groups without a ticket that are not in the order yet
-    asks: list[Ask] = field(default_factory=list)
+    asks: list[BatchRequest] = field(default_factory=list)
     next_size: int = 0  # sequences of what it adds to the order next
     latest: int = 0  # sequences of what it added last
     expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
@@ -123,7 +123,7 @@ class EnvironmentQueue:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The next batch: ``entries`` if it is complete; else ``why`` says what it lacks, and ``holding`` are the open
     tickets that it waits for.
     """
@@ -255,14 +255,14 @@ class Queue:
 
     # ------------------------------------------------------------------ turns
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: BatchRequest) -> None:
         """Let an environment ask for a ticket, until it is issued or ``withdraw`` is called."""
         env = self.environment(ask.env)
         self._begin_to_want(env)
         env.asks.append(ask)
         env.expected = 0.0
 
-    def withdraw(self, ask: Ask) -> None:
+    def withdraw(self, ask: BatchRequest) -> None:
         """End a request, if it has no ticket yet."""
         asks = self.environment(ask.env).asks
         if ask in asks:
@@ -313,7 +313,7 @@ class Queue:
         entry.number = number
         self._append(env, entry)
 
-    def issue(self, env: EnvironmentQueue, number: int, due: int) -> tuple[Ask, Entry]:
+    def issue(self, env: EnvironmentQueue, number: int, due: int) -> tuple[BatchRequest, Entry]:
         """Put a ticket for the environment's first request at the end of the order; return both."""
         ask = env.asks[0]
         entry = Entry(number, ask.env, ask.size, due=due)
@@ -347,14 +347,14 @@ class Queue:
 
     # ------------------------------------------------------------------ the next batch
 
-    def plan(self) -> Plan:
+    def plan(self) -> BatchPlan:
         """Return the next batch, or why there is none."""
         return self._next_exact() if self.exact else self._next()
 
-    def _next(self) -> Plan:
+    def _next(self) -> BatchPlan:
         """Cut the order by next fit."""
         if self.batch_size is None:
-            return Plan(why="no trainer has registered")
+            return BatchPlan(why="no trainer has registered")
         room, entries, holding = self.batch_size, [], []
         for entry in self.order:
             fits = entry.size <= room
@@ -366,13 +366,15 @@ class Queue:
             if not room:
                 break
         if holding:
-            return Plan(why=self._waits_for(holding), holding=tuple(holding))
+            return BatchPlan(why=self._waits_for(holding), holding=tuple(holding))
         turn = self.turn()
         if entries and (not room or (turn is not None and turn.asks_now and turn.next_size > room)):
-            return Plan(tuple(entries))
-        return Plan(why=f"{self.batch_size - room} of {self.batch_size} sequences are queued, and no group is begun")
+            return BatchPlan(tuple(entries))
+        return BatchPlan(
+            why=f"{self.batch_size - room} of {self.batch_size} sequences are queued, and no group is begun"
+        )
 
-    def _next_exact(self) -> Plan:
+    def _next_exact(self) -> BatchPlan:
         """Take the first groups of one size that fill a batch."""
         by_size: dict[int, list[Entry]] = {}
         for entry in self.order:
@@ -380,16 +382,16 @@ class Queue:
                 same = by_size.setdefault(entry.size, [])
                 same.append(entry)
                 if len(same) * entry.size == self.batch_size:
-                    return Plan(tuple(same))
+                    return BatchPlan(tuple(same))
         holding = tuple(self.tickets.values())
         why = f"no {self.batch_size} sequences are queued in groups of one size; groups by size: {dict(self.sizes)}"
-        return Plan(why=self._waits_for(holding) if holding else why, holding=holding)
+        return BatchPlan(why=self._waits_for(holding) if holding else why, holding=holding)
 
     def _waits_for(self, holding: Sequence[Entry]) -> str:
         first, name = holding[0], self.environments[holding[0].env].name
         return f"waiting for groups of {len(holding)} tickets, first {first.number} of {name}"
 
-    def cut(self, plan: Plan) -> None:
+    def cut(self, plan: BatchPlan) -> None:
         """Take a complete plan's entries."""
         for entry in plan.entries:
             self._count(entry, -1)

@@ -21,7 +21,7 @@ import msgspec
 
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.endpoints import SOMEBODY, Caller, Int, Registration, RequestRefused, endpoint
-from recipe.atropos.trajectory_api.service import Service, Trainer
+from recipe.atropos.trajectory_api.service import RegisteredTrainer, TrajectoryService
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _STORE_SECONDS = 2.0  # s, for storing a batch, whatever a client waits; longer 
 
 
 @endpoint("POST", "/register", for_trainers=True)
-async def register(service: Service, message: Registration) -> dict[str, Any]:
+async def register(service: TrajectoryService, message: Registration) -> dict[str, Any]:
     """Register a trainer; the former one is refused from now on.
 
     Raises:
@@ -60,7 +60,7 @@ async def register(service: Service, message: Registration) -> dict[str, Any]:
             service.trainer = service.trainer or former
 
 
-def _requeue_after(service: Service, message: Registration, base: int, last: int) -> int | None:
+def _requeue_after(service: TrajectoryService, message: Registration, base: int, last: int) -> int | None:
     """Return the number of the batch after which all are queued again; None if none is.
 
     For another batch size, and for a stock trainer after one that uses numbered batches, whose batches may not be full.
@@ -78,7 +78,7 @@ def _requeue_after(service: Service, message: Registration, base: int, last: int
 
 
 async def _replace(
-    service: Service, message: Registration, base: int, last: int, requeue_after: int | None
+    service: TrajectoryService, message: Registration, base: int, last: int, requeue_after: int | None
 ) -> dict[str, Any]:
     """Write a registration, and then make it that of the service; ``last`` is the number of the last batch there is."""
     if base > last:
@@ -101,7 +101,7 @@ async def _replace(
         service.count("requeued", len(groups))
     service.epoch, service.last, service.cursor, service.committed = epoch, last, cursor, committed
     service.served, service.resized, service.delivered = base, resized, True
-    service.trainer = Trainer(message, base, base, time.monotonic())
+    service.trainer = RegisteredTrainer(message, base, base, time.monotonic())
     for group in groups:
         service.queue.add(service.known(group))
     service.set_batch_size(service.trainer)
@@ -109,14 +109,14 @@ async def _replace(
     return {"uuid": uuid.uuid4().int >> 65, "epoch": epoch, "last": last}
 
 
-def _refuse_while_live(service: Service, instead: str) -> None:
+def _refuse_while_live(service: TrajectoryService, instead: str) -> None:
     trainer = service.trainer
     if trainer is not None and trainer.numbers and trainer.live:
         seen = time.monotonic() - trainer.seen
         raise RequestRefused(409, f"a trainer, last seen {seen:.0f} s ago, trains on this server's batches; {instead}")
 
 
-def _check_available(service: Service, after: int) -> None:
+def _check_available(service: TrajectoryService, after: int) -> None:
     if after < 0:
         raise RequestRefused(422, f"after={after}: give the number of the last batch in the weights, 0 for none")
     if after < service.deleted:
@@ -131,7 +131,7 @@ def _check_available(service: Service, after: int) -> None:
 # ---------------------------------------------------------------------- batches
 
 
-def _poll_trainer(service: Service, epoch: int | None, through: int = 0) -> Trainer:
+def _poll_trainer(service: TrajectoryService, epoch: int | None, through: int = 0) -> RegisteredTrainer:
     """Return the registered trainer, and note that it lives; ``through`` is a batch that it has.
 
     Raises:
@@ -154,7 +154,7 @@ def _poll_trainer(service: Service, epoch: int | None, through: int = 0) -> Trai
 
 
 async def numbered_batch(
-    service: Service, after: int, wait: float, epoch: int | None, prefetch: bool = False
+    service: TrajectoryService, after: int, wait: float, epoch: int | None, prefetch: bool = False
 ) -> int | None:
     """Return ``after`` + 1 once that batch is stored, or None if there is none within ``wait`` seconds.
 
@@ -191,7 +191,7 @@ async def numbered_batch(
         trainer.waiting -= 1
 
 
-def _cut(service: Service) -> bool:
+def _cut(service: TrajectoryService) -> bool:
     """Cut the next batch if it is complete; return whether it was."""
     if service.registering.locked():
         return False
@@ -208,7 +208,7 @@ def _cut(service: Service) -> bool:
     return True
 
 
-async def _stored(service: Service, seconds: float) -> bool:
+async def _stored(service: TrajectoryService, seconds: float) -> bool:
     """Return whether what was cut is stored, within ``seconds`` or a little more."""
     if (cutting := service.cutting) is not None and not cutting.done():
         await asyncio.wait([cutting], timeout=max(seconds, _STORE_SECONDS))
@@ -217,7 +217,7 @@ async def _stored(service: Service, seconds: float) -> bool:
     return cutting is None or cutting.done()
 
 
-async def stock_batch(service: Service) -> int | None:
+async def stock_batch(service: TrajectoryService) -> int | None:
     """Return the number of the batch for a trainer that uses no numbers: the next, or again one that was not written.
 
     Raises:
@@ -238,7 +238,7 @@ async def stock_batch(service: Service) -> int | None:
     return service.served
 
 
-def stock_delivered(service: Service, epoch: int, number: int, written: bool) -> None:
+def stock_delivered(service: TrajectoryService, epoch: int, number: int, written: bool) -> None:
     """Note whether the answer to ``stock_batch`` was written; if so, a restart of the server does not send it again."""
     if (service.epoch, service.served) == (epoch, number):
         service.delivered = written
@@ -247,7 +247,7 @@ def stock_delivered(service: Service, epoch: int, number: int, written: bool) ->
 
 
 @endpoint("POST", "/commit", for_trainers=True, with_epoch=True)
-async def commit(service: Service, through: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
+async def commit(service: TrajectoryService, through: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
     """Note that a durable checkpoint contains the batches through a number, so that none before is asked for again."""
     _poll_trainer(service, caller.epoch, through)
     service.committed = max(service.committed, through)
@@ -256,7 +256,7 @@ async def commit(service: Service, through: Int, caller: Caller = SOMEBODY) -> d
     return {"status": "committed", "through": service.committed}
 
 
-async def _delete(service: Service, through: int) -> None:
+async def _delete(service: TrajectoryService, through: int) -> None:
     if service.settings.retention != "committed" or through <= service.deleted:
         return
     service.deleted = through
@@ -266,7 +266,7 @@ async def _delete(service: Service, through: int) -> None:
 
 
 @endpoint("POST", "/weights", for_trainers=True, with_epoch=True)
-async def weights_pushed(service: Service, through: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
+async def weights_pushed(service: TrajectoryService, through: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
     """Note that the servers hold weights that contain the batches through a number; tickets follow it."""
     trainer = _poll_trainer(service, caller.epoch, through)
     trainer.weights = through
@@ -276,7 +276,7 @@ async def weights_pushed(service: Service, through: Int, caller: Caller = SOMEBO
 
 
 @endpoint("POST", "/empty", for_trainers=True, with_epoch=True)
-async def batch_is_empty(service: Service, number: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
+async def batch_is_empty(service: TrajectoryService, number: Int, caller: Caller = SOMEBODY) -> dict[str, Any]:
     """Note that the trainer found nothing to train on in a batch: it makes no update, so tickets may go one further."""
     trainer = _poll_trainer(service, caller.epoch, number)
     if number > trainer.weights and number not in trainer.empty:
@@ -286,13 +286,13 @@ async def batch_is_empty(service: Service, number: Int, caller: Caller = SOMEBOD
     return {"status": "noted", "number": number}
 
 
-async def _save_progress(service: Service, trainer: Trainer) -> None:
+async def _save_progress(service: TrajectoryService, trainer: RegisteredTrainer) -> None:
     await service.store.write(database.write_run, weights=trainer.weights, empty=sorted(trainer.empty))
     service.changed()
 
 
 @endpoint("GET", "/reset_data", for_trainers=True)
-async def reset(service: Service) -> str:
+async def reset(service: TrajectoryService) -> str:
     """Take all groups out of the run; their records stay in the store.
 
     Raises:

@@ -21,7 +21,7 @@ def one_line(reason: str) -> str:
 
 
 @dataclass
-class Environment:
+class RegisteredEnvironment:
     """One registration. ``counts`` has ``received``, ``refused/REASON`` and ``released/REASON``, in groups.
 
     ``failed``: items since its last group that gave none; ``failure``: why the last of them did not;
@@ -58,7 +58,7 @@ class Environment:
         return self.connected and time.monotonic() - self.seen < ALIVE_SECONDS
 
 
-class Environments:
+class RegisteredEnvironments:
     """All registrations by number, in their order.
 
     Numbers are not used again, so that late groups keep their environment. A store's first one is a random multiple of
@@ -67,37 +67,39 @@ class Environments:
     """
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Environment] = {}
+        self.by_id: dict[int, RegisteredEnvironment] = {}
         self._first = ENV_IDS_PER_RUN * random.randrange(1, _BLOCKS)
 
     def __iter__(self) -> Any:
         return iter(self.by_id.values())
 
-    def get(self, number: int) -> Environment:
+    def get(self, number: int) -> RegisteredEnvironment:
         """Return an environment; raise RequestRefused (404) if it is unknown."""
         if number not in self.by_id:
             raise RequestRefused(404, f"env_id={number}: no environment has registered under it; call /register-env")
         return self.by_id[number]
 
-    def touch(self, number: int | None) -> Environment | None:
+    def touch(self, number: int | None) -> RegisteredEnvironment | None:
         """Note that an environment lives, and return it; None if it is unknown."""
         environment = self.by_id.get(number) if number is not None else None
         if environment is not None:
             environment.seen = time.monotonic()
         return environment
 
-    def add(self, registration: EnvRegistration, key: str | None = None) -> Environment:
+    def add(self, registration: EnvRegistration, key: str | None = None) -> RegisteredEnvironment:
         number = max(self.by_id, default=self._first - 1) + 1
         same = [one for one in self if one.registration.desired_name == registration.desired_name]
         count = max((int(one.name.rpartition("_")[2]) + 1 for one in same), default=0)  # also of the forgotten
-        self.by_id[number] = Environment(number, f"{registration.desired_name}_{count}", registration, key=key)
+        self.by_id[number] = RegisteredEnvironment(
+            number, f"{registration.desired_name}_{count}", registration, key=key
+        )
         return self.by_id[number]
 
     def apply_shares(self, queue: Queue) -> None:
         """Tell the queue each environment's name and share, the same for all its replicas: it has one queue, and the
         newest registration's share; its allocation holds while one of them lives.
         """
-        units: dict[int | str | None, list[Environment]] = {}
+        units: dict[int | str | None, list[RegisteredEnvironment]] = {}
         for one in self:
             units.setdefault(one.unit, []).append(one)
         for replicas in units.values():

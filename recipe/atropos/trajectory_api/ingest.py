@@ -20,7 +20,7 @@ import msgspec
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, wire
-from recipe.atropos.trajectory_api.batching import Ask, Entry
+from recipe.atropos.trajectory_api.batching import BatchRequest, Entry
 from recipe.atropos.trajectory_api.endpoints import (
     SOMEBODY,
     Caller,
@@ -30,9 +30,9 @@ from recipe.atropos.trajectory_api.endpoints import (
     Seconds,
     endpoint,
 )
-from recipe.atropos.trajectory_api.environments import Environment, one_line
+from recipe.atropos.trajectory_api.environments import RegisteredEnvironment, one_line
 from recipe.atropos.trajectory_api.parsing import environments_of, parse_json, parse_packed
-from recipe.atropos.trajectory_api.service import AHEAD, Service
+from recipe.atropos.trajectory_api.service import AHEAD, TrajectoryService
 
 _LONGEST_WAIT = 30.0  # s, of a long poll; an environment that is not seen for longer counts as gone
 _RETRY_AFTER = 0.2  # s
@@ -42,7 +42,9 @@ _RETRY_AFTER = 0.2  # s
 
 
 @endpoint("POST", "/register-env")
-async def register_env(service: Service, message: EnvRegistration, caller: Caller = SOMEBODY) -> dict[str, Any]:
+async def register_env(
+    service: TrajectoryService, message: EnvRegistration, caller: Caller = SOMEBODY
+) -> dict[str, Any]:
     """Register an environment, once there is a trainer; with one key, once however often it is sent."""
     trainer = service.trainer
     if trainer is None:
@@ -65,7 +67,7 @@ async def register_env(service: Service, message: EnvRegistration, caller: Calle
 
 
 @endpoint("POST", "/disconnect-env")
-async def disconnect_env(service: Service, env_id: Int, reason: str = "") -> dict[str, Any]:
+async def disconnect_env(service: TrajectoryService, env_id: Int, reason: str = "") -> dict[str, Any]:
     """Note that an environment has left, with the ``reason`` if something is wrong; its tickets are released."""
     environment = service.environments.by_id.get(env_id)
     if environment is None:
@@ -78,7 +80,7 @@ async def disconnect_env(service: Service, env_id: Int, reason: str = "") -> dic
     return {"status": "success"}
 
 
-async def _save(service: Service, environment: Environment) -> None:
+async def _save(service: TrajectoryService, environment: RegisteredEnvironment) -> None:
     values = {
         "registration": msgspec.to_builtins(environment.registration),
         "name": environment.name,
@@ -93,7 +95,7 @@ async def _save(service: Service, environment: Environment) -> None:
 
 @endpoint("POST", "/begin")
 async def begin(
-    service: Service,
+    service: TrajectoryService,
     env_id: Int,
     sequences: Int | None = None,
     held: list[Int] | None = None,
@@ -118,7 +120,7 @@ async def begin(
         service.release(number, "ticket_lost")
     issued: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
     queue = service.queue  # a reset makes another
-    ask = Ask(env_id, size, more, max(1, ahead or AHEAD), caller.gone, issued.set_result)
+    ask = BatchRequest(env_id, size, more, max(1, ahead or AHEAD), caller.gone, issued.set_result)
     service.environments.touch(env_id)
     queue.ask(ask)
     service.advance()
@@ -138,7 +140,7 @@ async def begin(
 
 
 @endpoint("POST", "/release")
-async def release(service: Service, ticket: Int, reason: str = "unknown", detail: str = "") -> dict[str, Any]:
+async def release(service: TrajectoryService, ticket: Int, reason: str = "unknown", detail: str = "") -> dict[str, Any]:
     """End a ticket without a group, for a reason that is counted; ``detail``: why its item failed, or was not sent."""
     entry = service.queue.tickets.get(ticket)
     if entry is not None:
@@ -157,7 +159,7 @@ async def release(service: Service, ticket: Int, reason: str = "unknown", detail
 
 @endpoint("POST", "/scored_data")
 @endpoint("POST", "/scored_data_list")
-async def scored_data(service: Service, body: bytes, caller: Caller) -> dict[str, Any]:
+async def scored_data(service: TrajectoryService, body: bytes, caller: Caller) -> dict[str, Any]:
     """Store groups; the answer is delayed while the queue is full."""
     several, packed = caller.path == "/scored_data_list", caller.request.content_type == wire.PACKED
     groups = parse(service, body, packed, several, caller.ticket)
@@ -167,7 +169,9 @@ async def scored_data(service: Service, body: bytes, caller: Caller) -> dict[str
     return {"status": "received", **({"groups_processed": len(groups)} if several else {})}
 
 
-def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: int | None) -> list[ScoredGroup]:
+def parse(
+    service: TrajectoryService, body: bytes, packed: bool, several: bool, ticket: int | None
+) -> list[ScoredGroup]:
     """Return a post's groups.
 
     Raises:
@@ -192,7 +196,7 @@ def parse(service: Service, body: bytes, packed: bool, several: bool, ticket: in
         raise RequestRefused(422, str(error), reason=error.reason) from error
 
 
-def _check_size(service: Service, group: ScoredGroup) -> None:
+def _check_size(service: TrajectoryService, group: ScoredGroup) -> None:
     batch_size, sequences = service.queue.batch_size, group.trajectories
     if service.queue.exact and len(group.lengths) > sequences:
         raise RefusedGroup(
@@ -213,7 +217,7 @@ def _check_size(service: Service, group: ScoredGroup) -> None:
     )
 
 
-async def post(service: Service, groups: Sequence[ScoredGroup], ticket: int | None, key: str | None) -> None:
+async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket: int | None, key: str | None) -> None:
     """Store groups, in the ticket's place, or in the order of arrival if it has none or has ended.
 
     Raises:
@@ -245,7 +249,7 @@ async def post(service: Service, groups: Sequence[ScoredGroup], ticket: int | No
 
 
 async def _index(
-    service: Service,
+    service: TrajectoryService,
     groups: Sequence[ScoredGroup],
     entries: Sequence[Entry],
     begun: Entry | None,
@@ -284,7 +288,7 @@ async def _index(
     service.changed()
 
 
-async def hold(service: Service, gone: Any) -> None:
+async def hold(service: TrajectoryService, gone: Any) -> None:
     """Wait while the queue is full, at most ``hold_seconds``, or until the client is gone."""
     deadline = time.monotonic() + service.settings.hold_seconds
     while service.full() and not gone():

@@ -16,7 +16,7 @@ import orjson
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import Entry
-from recipe.atropos.trajectory_api.store import DATABASE, Store, TrajectoryStoreError, named_errors
+from recipe.atropos.trajectory_api.store import DATABASE, TrajectoryStore, TrajectoryStoreError, named_errors
 from recipe.atropos.utils.files import disk_errors
 
 
@@ -84,7 +84,7 @@ def export(data_dir: Path, file: Path) -> None:
 
 def import_(data_dir: Path, file: Path) -> None:
     """Write the batches of an export into a folder that has none yet."""
-    store = Store(data_dir)  # takes the folder's lock; its writer is not started
+    store = TrajectoryStore(data_dir)  # takes the folder's lock; its writer is not started
     try:
         connection = store.connection
         if database.list_batches(connection) or database.queued(connection):

@@ -27,8 +27,8 @@ from recipe.atropos.trajectory_api.batching import (
     Queue,
 )
 from recipe.atropos.trajectory_api.endpoints import EnvRegistration, Registration
-from recipe.atropos.trajectory_api.environments import Environment, Environments
-from recipe.atropos.trajectory_api.store import Store, named_errors
+from recipe.atropos.trajectory_api.environments import RegisteredEnvironment, RegisteredEnvironments
+from recipe.atropos.trajectory_api.store import TrajectoryStore, named_errors
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Settings:
 
 
 @dataclass
-class Trainer:
+class RegisteredTrainer:
     """The trainer that registered last. ``weights``: the batches through it are in the weights that servers hold.
     ``empty``: numbers of later batches in which it found nothing to train on.
     """
@@ -90,14 +90,14 @@ class Trainer:
         return next(n for n in itertools.count() if newest - n not in self.empty)
 
 
-class Service:
+class TrajectoryService:
     """See the module docstring. ``last`` is the number of the last batch that was cut, ``served`` of the last sent,
     ``cursor`` of the last that a stock trainer acknowledged, ``resized`` of the last of another size than its.
     """
 
     def __init__(self, settings: Settings):
         self.settings = settings
-        self.store = Store(settings.data_dir, settings.durability)
+        self.store = TrajectoryStore(settings.data_dir, settings.durability)
         self._changed = asyncio.Event()
         self._expecting = False  # whether ``advance`` is called once an announced request has not come
         self.cutting: asyncio.Future[None] | None = None
@@ -123,10 +123,12 @@ class Service:
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
         self._number = self._reserved = run.get("numbers", 1)
-        self.queue, self.environments, self.trainer = Queue(), Environments(), None
+        self.queue, self.environments, self.trainer = Queue(), RegisteredEnvironments(), None
         for number, values in loaded.environments.items():
             registration = msgspec.convert(values["registration"], EnvRegistration)
-            environment = Environment(number, values["name"], registration, values["connected"], values.get("key"))
+            environment = RegisteredEnvironment(
+                number, values["name"], registration, values["connected"], values.get("key")
+            )
             self.environments.by_id[number] = environment
         self.environments.apply_shares(self.queue)
         if (values := run.get("registration")) is not None:
@@ -134,7 +136,7 @@ class Service:
             base = run.get("base", 0)
             weights = run.get("weights", base)
             empty = {number for number in run.get("empty", ()) if number > weights}
-            self.trainer = Trainer(registration, base, weights, time.monotonic(), empty)
+            self.trainer = RegisteredTrainer(registration, base, weights, time.monotonic(), empty)
         for entry in loaded.entries:
             self.queue.add(self.known(entry))
         if self.trainer is not None:
@@ -148,7 +150,7 @@ class Service:
         entry.env = entry.env if entry.env in self.environments.by_id else None
         return entry
 
-    def set_batch_size(self, trainer: Trainer) -> None:
+    def set_batch_size(self, trainer: RegisteredTrainer) -> None:
         """Plan batches for a trainer; queued groups that fit into none of its batches are dropped, and counted."""
         unfit = self.queue.set_batch_size(trainer.registration.batch_size, exact=not trainer.numbers)
         if unfit:
@@ -243,7 +245,7 @@ class Service:
 
     # ------------------------------------------------------------------ counts and changes
 
-    def count(self, name: str, n: int = 1, environment: Environment | None = None) -> None:
+    def count(self, name: str, n: int = 1, environment: RegisteredEnvironment | None = None) -> None:
         self.counts[name] += n
         if environment is not None:
             environment.counts[name] += n

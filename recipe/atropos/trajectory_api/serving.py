@@ -13,7 +13,7 @@ from aiohttp import web
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.app import Api
-from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.service import Settings, TrajectoryService
 from recipe.atropos.utils.private_process import is_loopback
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import holder, inherited_socket
@@ -73,7 +73,7 @@ def _reuse_memory() -> None:
 
 
 async def _serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
-    service = Service(settings)
+    service = TrajectoryService(settings)
     server = web.Server(Api(service, secret).handle, auto_decompress=False, access_log=None)
     runner = web.ServerRunner(server, shutdown_timeout=_END_SECONDS)
     ended = asyncio.Event()

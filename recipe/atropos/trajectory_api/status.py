@@ -11,7 +11,7 @@ from recipe.atropos.data.scored_group import KEYS, unpack
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import EnvironmentQueue
 from recipe.atropos.trajectory_api.endpoints import Caller, Int, endpoint
-from recipe.atropos.trajectory_api.service import Service
+from recipe.atropos.trajectory_api.service import TrajectoryService
 
 _NAMED = 8  # environments in a sentence
 _NO_EXAMPLE = dict.fromkeys([key for key in KEYS if key not in ("overrides", "group_overrides", "env_id")], [])
@@ -20,7 +20,7 @@ _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'un
 
 @endpoint("GET", "/")
 @endpoint("GET", "")
-def root(service: Service, caller: Caller) -> Any:
+def root(service: TrajectoryService, caller: Caller) -> Any:
     """Return the page, for a browser."""
     if "text/html" not in caller.request.headers.get("Accept", ""):
         return {"message": "AtroposLib API"}
@@ -28,7 +28,7 @@ def root(service: Service, caller: Caller) -> Any:
 
 
 @endpoint("GET", "/info")
-async def info(service: Service) -> dict[str, Any]:
+async def info(service: TrajectoryService) -> dict[str, Any]:
     """Return the size of a batch in sequences, and of a sequence in tokens; -1 without a trainer."""
     async with service.registering:  # environments ask once, and start nothing without an answer
         found = service.trainer.registration if service.trainer else None
@@ -36,33 +36,33 @@ async def info(service: Service) -> dict[str, Any]:
 
 
 @endpoint("GET", "/wandb_info")
-def wandb_info(service: Service) -> dict[str, Any]:
+def wandb_info(service: TrajectoryService) -> dict[str, Any]:
     """Return group and project of the trainer's wandb run."""
     found = service.trainer.registration if service.trainer else None
     return {"group": found.wandb_group if found else None, "project": found.wandb_project if found else None}
 
 
 @endpoint("GET", "/status")
-def status(service: Service) -> dict[str, Any]:
+def status(service: TrajectoryService) -> dict[str, Any]:
     """Return the trainer's step, and the number of queued groups."""
     return {"current_step": service.step(), "queue_size": service.queue.sizes.total()}
 
 
 @endpoint("GET", "/status-env")
-def status_env(service: Service, env_id: Int) -> dict[str, Any]:
+def status_env(service: TrajectoryService, env_id: Int) -> dict[str, Any]:
     """Return the trainer's step, and the queue as an environment sees it."""
     return {"current_step": service.step(), **service.environments.status(env_id, service.queue)}
 
 
 @endpoint("GET", "/latest_example")
-async def latest_example(service: Service) -> Any:
+async def latest_example(service: TrajectoryService) -> Any:
     """Return the group that came last."""
     record = await service.store.read(database.read_record, service.latest) if service.latest is not None else None
     return _NO_EXAMPLE if record is None else unpack(record).to_json()
 
 
 @endpoint("GET", "/diagnose")
-def diagnose(service: Service) -> dict[str, Any]:
+def diagnose(service: TrajectoryService) -> dict[str, Any]:
     """Return the state, with ``why`` in one sentence: why there is no batch, or that there is one."""
     queue, trainer, now = service.queue, service.trainer, time.monotonic()
     return {
@@ -102,7 +102,7 @@ def diagnose(service: Service) -> dict[str, Any]:
     }
 
 
-def why(service: Service) -> str:
+def why(service: TrajectoryService) -> str:
     """Return why there is no batch, and what would make one."""
     if service.store.trouble:
         return f"nothing can be stored: {service.store.trouble}"
@@ -123,7 +123,7 @@ def _by_size(groups: dict[int, int]) -> dict[str, int]:
     return {str(size): n for size, n in sorted(groups.items())}
 
 
-def environments(service: Service) -> list[dict[str, Any]]:
+def environments(service: TrajectoryService) -> list[dict[str, Any]]:
     """Return a line for each environment, and one for groups of none that is known, if there are any.
 
     ``env_id`` is that of its newest replica, if it has several; ``replica_unseen_seconds`` says how long the one that
@@ -162,7 +162,7 @@ def environments(service: Service) -> list[dict[str, Any]]:
 
 
 @endpoint("GET", "/metrics")
-def metrics(service: Service) -> str:
+def metrics(service: TrajectoryService) -> str:
     """Return the state in the text format of Prometheus."""
     queue, trainer, now = service.queue, service.trainer, time.monotonic()
     gauges: dict[str, float] = {

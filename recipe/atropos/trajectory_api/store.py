@@ -66,7 +66,7 @@ def _named(path: Path, error: sqlite3.Error) -> TrajectoryStoreError:
     return TrajectoryStoreError(f"{path} is damaged: {error} ({name}); {RESTORE}")
 
 
-class Store:
+class TrajectoryStore:
     """A data folder in use. All methods but ``close`` are called in the event loop, which they never block."""
 
     def __init__(self, folder: str | Path, durability: str = "normal"):

@@ -33,7 +33,7 @@ def logprob_tolerance(given: float | None, dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class Limits:
+class AlarmLimits:
     """What the configuration says that rules compare with; times are in seconds."""
 
     logprob_tolerance: float = 1e-4
@@ -44,7 +44,7 @@ class Limits:
     first_answer: float = 300.0  # until the first item or request must have ended, whose usual length is unknown
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "Limits":
+    def from_config(cls, config: Mapping[str, Any]) -> "AlarmLimits":
         """``config``: values by dotted key, with the longest wait; what an earlier version's lacks has its default."""
         tolerance = config.get("trainer.atropos.logprob_tolerance")
         silent_after = config.get("watchdog.silent_after", cls.silent_after)
@@ -79,7 +79,7 @@ class Pulse:
         """Note that of the silence until ``now``, so many seconds do not count."""
         self.last = min(now, self.last + seconds)
 
-    def limit(self, limits: Limits) -> float:
+    def limit(self, limits: AlarmLimits) -> float:
         """Return the seconds of silence that are no longer usual: four times the longest so far, and a minimum."""
         return max(limits.silent_after, 4 * self.longest) if self.moves else limits.first_answer
 
@@ -175,7 +175,7 @@ class ServerHistory:
 class History:
     """See the module. ``begin``: the step that this start of the run went on from."""
 
-    limits: Limits
+    limits: AlarmLimits
     begin: int = 0
     first: list[dict[str, Any]] = field(default_factory=list)
     steps: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_LAST_STEPS))

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from helpers import ROOT
-from recipe.atropos.commands.verify_env import Exchange, Verified, _not_sampled, _show_exchange, _show_groups
+from recipe.atropos.commands.verify_env import RecordedExchange, Verified, _not_sampled, _show_exchange, _show_groups
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.utils import debug
@@ -90,14 +90,14 @@ class Names:
 
 def test_a_call_that_failed_is_shown_with_its_error(capsys):
     error = InferenceError("http://server", "/generate", "broken", 500)
-    _show_exchange(Exchange([1, 2], {"n": 2}, error=error), Console(width=120, markup=False), Names())
+    _show_exchange(RecordedExchange([1, 2], {"n": 2}, error=error), Console(width=120, markup=False), Names())
     assert "prompt, 2 tokens: 1 2" in (shown := capsys.readouterr().out)
     assert "no answer: http://server/generate: HTTP 500: broken" in shown
 
 
 def test_what_a_model_said_has_no_control_characters(capsys):
     reply = SampledReply("", [4, 5], [-0.5, -0.25], {}, None)
-    exchange = Exchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
+    exchange = RecordedExchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
     names = SimpleNamespace(decode=lambda ids: f"\x1b]0;title\x07{ids}")
     _show_exchange(exchange, Console(width=120, markup=False), names)
     assert "user: what?" in (shown := capsys.readouterr().out) and "[4, 5]\n" in shown and "\x1b" not in shown
@@ -119,7 +119,7 @@ def test_what_is_no_group_is_shown_as_it_is(returned, shown, capsys):
 def test_trained_span_is_sampled_only_if_a_reply_has_it():
     """A reply must have the same tokens with the same logprobs."""
     reply = SampledReply("", [4, 5, 2], [-0.5, -0.25, -1.0], {}, None)
-    exchanges = [Exchange([1], {}, answers=[reply]), Exchange([1], {})]
+    exchanges = [RecordedExchange([1], {}, answers=[reply]), RecordedExchange([1], {})]
     group = {
         "tokens": [[1, 4, 5, 2], [1, 4, 5, 9], [1, 4, 5, 2], [1, 5, 2, 3]],
         "masks": [[-100, 4, 5, 2], [-100, 4, 5, 9], [-100, 4, 5, 2], [-100, 5, 2, -100]],

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from recipe.atropos.environments.sandbox import runner
-from recipe.atropos.environments.sandbox.runner import Job, Limits, Sandbox, SandboxError
+from recipe.atropos.environments.sandbox.runner import Job, Sandbox, SandboxError, SandboxLimits
 
-LIMITS = Limits(cpu_seconds=2, wall_seconds=20, memory_mb=128)
+LIMITS = SandboxLimits(cpu_seconds=2, wall_seconds=20, memory_mb=128)
 KEY = "sk-the-key-of-this-run"
 SOURCE = Path(runner.__file__).parent
 
@@ -172,7 +172,7 @@ def test_sandbox_hostile_answer_fails_and_leaves_nothing(sandbox, name):
 
 
 def test_code_environment_endless_answers_time_out(sandbox):
-    limits, started = Limits(cpu_seconds=1, wall_seconds=2.5), time.monotonic()
+    limits, started = SandboxLimits(cpu_seconds=1, wall_seconds=2.5), time.monotonic()
     with closing(Sandbox(limits, workers=len(ENDLESS))) as several, ThreadPoolExecutor(len(ENDLESS)) as pool:
         found = dict(zip(ENDLESS, pool.map(lambda program: checked(several, program), ENDLESS.values()), strict=True))
     assert {verdict[1] for verdict in found.values()} <= {"timeout", "ended"} and len(found) == 6

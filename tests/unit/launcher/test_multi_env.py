@@ -22,7 +22,7 @@ from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import (
-    Environments,
+    EnvironmentProcesses,
     _State,
     check_environments,
     environment_command,
@@ -195,7 +195,7 @@ def test_environment_lost_before_it_starts_is_placed_elsewhere(tmp_path, status,
         start_program=lambda name, *_, **__: started.append(name) or Placed(name, len(started), log, status=status),
         close=lambda: None,
     )
-    Environments(run, "http://api", "http://server").start()
+    EnvironmentProcesses(run, "http://api", "http://server").start()
     with pytest.raises(ServiceFailed, match="ended while") if starts == 1 else contextlib.nullcontext():
         run.check()
     run.stop()
@@ -219,7 +219,7 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
 
     process(5, 2)
     process(7, 1)
-    environments = Environments(run_of(settings, tmp_path), "http://api", "http://server")
+    environments = EnvironmentProcesses(run_of(settings, tmp_path), "http://api", "http://server")
     assert environments.summary()["a"] == {
         "in_flight": 8,  # each process left four undone
         "items": 8,
@@ -306,7 +306,7 @@ def test_replicas_are_counted_as_one_environment(tmp_path):
     """Those of an earlier start too, of which there were more; it is abandoned once all are."""
     run = run_of(config("environments.a={target: m, replicas: 2}"), tmp_path)
     write_reports(run)
-    environments = Environments(run, "http://127.0.0.1:1", "http://server")
+    environments = EnvironmentProcesses(run, "http://127.0.0.1:1", "http://server")
     run.abandoned.add("environment-a.1")
     counts = {"groups_sent": 6, "in_flight": 6, "items": 12}
     assert environments.summary() == {"a": counts | {"restarts": 0, "abandoned": False}}

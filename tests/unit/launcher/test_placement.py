@@ -27,7 +27,7 @@ from recipe.atropos.inference.server import (
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import check_environments_placement, place_servers
-from recipe.atropos.launcher.sglang import Inference, plan_servers
+from recipe.atropos.launcher.sglang import InferenceServices, plan_servers
 from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.utils import hosts
 from recipe.atropos.utils.gpus import platform_variables
@@ -503,7 +503,7 @@ def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine
     config = load_config(["preset=demo", "trainer.device=cuda", f"inference.colocated={str(colocated).lower()}"])
 
     async def planned(run):
-        return Inference(plan_servers(run), "http://127.0.0.1:9", "key")
+        return InferenceServices(plan_servers(run), "http://127.0.0.1:9", "key")
 
     async def healthy(*_):
         order.append("servers healthy")

@@ -27,10 +27,10 @@ from recipe.atropos.errors import RECOVERABLE, Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
 from recipe.atropos.launcher import startup
-from recipe.atropos.launcher.environment_processes import Environments
+from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.launcher.launch import launch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
-from recipe.atropos.launcher.sglang import Inference, _enable_restarts, plan_servers, start_inference
+from recipe.atropos.launcher.sglang import InferenceServices, _enable_restarts, plan_servers, start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
@@ -43,7 +43,7 @@ from recipe.atropos.weight_sync.manager import build_manager
 pytestmark = pytest.mark.timeout(60)
 
 SLEEP = [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(100)"]
-INFERENCE = Inference({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
+INFERENCE = InferenceServices({"sglang": SGLangLaunch("m", port=1)}, "http://127.0.0.1:1", "key")
 SAVES = [sys.executable, "-c", f"import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit({RECOVERABLE}))"]
 SAVES[-1] += "; print('begun', flush=True); import time; time.sleep(100)"
 END = [sys.executable, "-c", "print('my last words')"]
@@ -255,7 +255,7 @@ def test_a_launcher_whose_folder_was_moved_ends_with_one_error(tmp_path, monkeyp
 
 def test_run_dir_full_disk_keeps_no_environment_running(full_disk, configured):
     run = configured(folder=full_disk / "run")
-    environments = Environments(run, "http://api", "http://server")
+    environments = EnvironmentProcesses(run, "http://api", "http://server")
     [state] = environments._states
     environments._states = [state, replace(state)]
     for number, state in enumerate(environments._states):

@@ -7,7 +7,7 @@ import pytest
 from helpers.sessions import SUM
 from recipe.atropos.sessions.dialects import chat
 from recipe.atropos.sessions.session import Session
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.store import SessionStore
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -189,7 +189,7 @@ def test_session_replies_with_odd_calls_are_answered(sessions, arguments, read, 
         answer = sessions.begin(opened, f"/v1/{path}", **body).getresponse()
         text = answer.read()
         assert answer.status == 200 and text.endswith(b"\n\n") == stream
-        stored = Session.load(Store(sessions.folder / "sessions.sqlite", read_only=True), opened["id"])
+        stored = Session.load(SessionStore(sessions.folder / "sessions.sqlite", read_only=True), opened["id"])
         message = stored.recorded(0).message()
         assert ("tool_calls" in message) == read
         more = [message, {"role": "user", "content": "and"}] if path == "chat/completions" else asked

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from helpers.sessions import TEMPLATES, ScriptedPolicy, chat_tokenizer, check_trained_once
 from recipe.atropos.sessions.messages import Asked, RequestError
 from recipe.atropos.sessions.rendering import Rendering
-from recipe.atropos.sessions.session import Limits, Session, State
-from recipe.atropos.sessions.store import Store
+from recipe.atropos.sessions.session import Session, SessionLimits, State
+from recipe.atropos.sessions.store import SessionStore
 
 ADD = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
 _numbers = itertools.count()
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 def opened(tmp_path, **fields):
     session = Session(
-        State(id=f"s{next(_numbers)}", created=0.0, **fields), Store(tmp_path / f"{next(_numbers)}.sqlite")
+        State(id=f"s{next(_numbers)}", created=0.0, **fields), SessionStore(tmp_path / f"{next(_numbers)}.sqlite")
     )
     session.save()
     return session
@@ -283,7 +283,11 @@ async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
 async def test_session_limits_end_it_and_say_which(tmp_path):
     tokenizer = chat_tokenizer()
     rendering, policy = Rendering(tokenizer), ScriptedPolicy(tokenizer, script=["the sum of 12 and 7 is 19"] * 9)
-    for limits, end in ((Limits(turns=1), "turns"), (Limits(tokens=3), "tokens"), (Limits(seconds=1.0), "seconds")):
+    for limits, end in (
+        (SessionLimits(turns=1), "turns"),
+        (SessionLimits(tokens=3), "tokens"),
+        (SessionLimits(seconds=1.0), "seconds"),
+    ):
         program = Program(opened(tmp_path, limits=limits), policy, rendering)
         if end != "seconds":
             program.session.check()
@@ -291,7 +295,7 @@ async def test_session_limits_end_it_and_say_which(tmp_path):
         with pytest.raises(RequestError, match=f"its limit of .* {end}"):
             program.session.check()
         assert Session.load(program.session.store, program.session.state.id).state.end == end
-    program = Program(opened(tmp_path, limits=Limits(context=20)), policy, rendering, tools=None)
+    program = Program(opened(tmp_path, limits=SessionLimits(context=20)), policy, rendering, tools=None)
     reply = await program.ask([user("sum")])
     assert len(reply.prompt) + len(reply.tokens) <= 20
     with pytest.raises(RequestError, match="the prompt has .* may have 20"):

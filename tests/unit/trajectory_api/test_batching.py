@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.atropos.trajectory_api import batching
-from recipe.atropos.trajectory_api.batching import UNBOUNDED, Ask, Entry, Queue
+from recipe.atropos.trajectory_api.batching import UNBOUNDED, BatchRequest, Entry, Queue
 
 
 def queue_of(batch_size, sizes=(), exact=False):
@@ -31,7 +31,7 @@ def cut_all(queue):
 
 
 def ask(queue, env, size, more=False):
-    queue.ask(request := Ask(env, size, more, 3, lambda: False, lambda _: None))
+    queue.ask(request := BatchRequest(env, size, more, 3, lambda: False, lambda _: None))
     return request
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from helpers.trajectory_service import batches, begin, open_service, post, registration
 from recipe.atropos.trajectory_api import delivery, ingest, status
-from recipe.atropos.trajectory_api.batching import UNBOUNDED, Ask, Queue
+from recipe.atropos.trajectory_api.batching import UNBOUNDED, BatchRequest, Queue
 from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration
-from recipe.atropos.trajectory_api.environments import Environment
+from recipe.atropos.trajectory_api.environments import RegisteredEnvironment
 
 
 async def join(service, name, replica=None, **fields):
@@ -28,7 +28,7 @@ def test_replicas_take_turns_as_one_environment(minimum, part):
     for number in range(1, 401):
         for env in (1, 2, 3, 4):
             if not any(ask.env == env for ask in queue.environment(env).asks):
-                queue.ask(Ask(env, 2, False, 3, lambda: False, lambda _: None))
+                queue.ask(BatchRequest(env, 2, False, 3, lambda: False, lambda _: None))
         asked, entry = queue.issue(queue.turn(), number, UNBOUNDED)
         issued[asked.env] += 1
         queue.close(queue.claim(number))
@@ -71,11 +71,11 @@ async def test_replicas_have_one_share_and_one_line(service):
 
 async def test_shares_cost_a_look_at_each_registration(service, monkeypatch):
     """However many have been made in an hour."""
-    looks, unit = [], Environment.unit.fget
+    looks, unit = [], RegisteredEnvironment.unit.fget
     await delivery.register(service, registration(8, after=0))
     for n in range(50):
         await join(service, f"env{n % 5}", n)
-    monkeypatch.setattr(Environment, "unit", property(lambda one: looks.append(one) or unit(one)))
+    monkeypatch.setattr(RegisteredEnvironment, "unit", property(lambda one: looks.append(one) or unit(one)))
     service.environments.apply_shares(service.queue)
     assert len(looks) <= 2 * 50
 

@@ -6,14 +6,14 @@ import pytest
 from aiohttp.test_utils import RawTestServer
 
 from recipe.atropos.trajectory_api import app
-from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.service import Settings, TrajectoryService
 
 pytestmark = pytest.mark.timeout(30)
 
 
 async def ask(folder, head, body=b"", length=None):
     """Send a request as it is; return the answer."""
-    service = Service(Settings(folder))
+    service = TrajectoryService(Settings(folder))
     async with RawTestServer(app.Api(service).handle, auto_decompress=False, lingering_time=0.1) as server:
         reader, writer = await asyncio.open_connection(server.host, server.port)
         size = len(body) if length is None else length

@@ -19,7 +19,7 @@ from recipe.atropos.sources.numbered import DataSource, DataSourceConfig, DataSo
 from recipe.atropos.sources.stock import open_source
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
-from recipe.atropos.trajectory_api.service import Service, Settings
+from recipe.atropos.trajectory_api.service import Settings, TrajectoryService
 from recipe.atropos.utils.process import free_port
 
 
@@ -29,7 +29,7 @@ def api_in_a_thread(folder):
     started, ended, found = threading.Event(), threading.Event(), []
 
     async def run():
-        service = Service(Settings(folder))
+        service = TrajectoryService(Settings(folder))
         async with RawTestServer(Api(service).handle, auto_decompress=False) as server:
             found.extend([service, str(server.make_url(""))])
             started.set()

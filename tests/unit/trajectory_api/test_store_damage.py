@@ -17,7 +17,7 @@ from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.trajectory_api.database import DamagedRecord, TrajectoryStoreError
 from recipe.atropos.trajectory_api.parsing import parse_packed
-from recipe.atropos.trajectory_api.store import Store
+from recipe.atropos.trajectory_api.store import TrajectoryStore
 
 DATABASE = "trajectories.db"
 
@@ -132,7 +132,7 @@ async def test_damage_of_a_lost_database_is_named(tmp_path):
     await in_service(tmp_path, fill)
     (tmp_path / DATABASE).rename(tmp_path / f"{DATABASE}-wal")
     with pytest.raises(TrajectoryStoreError, match="has lost its content"):
-        Store(tmp_path)
+        TrajectoryStore(tmp_path)
 
 
 async def test_a_start_that_was_killed_is_no_damage(tmp_path):

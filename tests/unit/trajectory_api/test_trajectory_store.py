@@ -12,7 +12,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api import database, records
 from recipe.atropos.trajectory_api.__main__ import main
 from recipe.atropos.trajectory_api.batching import Entry
-from recipe.atropos.trajectory_api.store import Store, TrajectoryStoreError
+from recipe.atropos.trajectory_api.store import TrajectoryStore, TrajectoryStoreError
 
 
 async def append(store, *ids, padding=b"", **names):
@@ -23,7 +23,7 @@ async def append(store, *ids, padding=b"", **names):
 @contextlib.asynccontextmanager
 async def open_store(folder, durability="normal"):
     """Yield a store and what it loaded."""
-    store = Store(folder, durability)
+    store = TrajectoryStore(folder, durability)
     try:
         async with asyncio.timeout(60):
             yield store, store.load()
@@ -135,7 +135,7 @@ def test_files_that_cannot_be_used_are_named_in_a_line(tmp_path):
 async def test_a_folder_is_used_by_one_server(tmp_path):
     async with open_store(tmp_path) as (store, _):
         with pytest.raises(TrajectoryStoreError, match="another server"):
-            Store(tmp_path)
+            TrajectoryStore(tmp_path)
     async with open_store(tmp_path) as (store, _):
         await append(store, 1)
 
@@ -143,9 +143,9 @@ async def test_a_folder_is_used_by_one_server(tmp_path):
 async def test_folders_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="data-dir"):
-        Store(tmp_path / "file" / "x")
+        TrajectoryStore(tmp_path / "file" / "x")
     async with open_store(tmp_path / "other") as (store, _):
         await store.write(database.write_run, format=1)
-    for refuses in (Store, records.list_all):
+    for refuses in (TrajectoryStore, records.list_all):
         with pytest.raises(TrajectoryStoreError, match=f"^{tmp_path}/other/trajectories.db has format 1, and"):
             refuses(tmp_path / "other")

@@ -17,7 +17,7 @@ from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
-from recipe.atropos.launcher.sglang import Inference, inference_healthy
+from recipe.atropos.launcher.sglang import InferenceServices, inference_healthy
 from recipe.atropos.launcher.startup import api_command
 from recipe.atropos.utils import sockets
 from recipe.atropos.utils.process import free_port, port_is_free
@@ -99,7 +99,7 @@ def test_squat_of_a_starting_server_ends_the_launch(tmp_path):
                 squatted(port) as sent,
                 pytest.raises(sockets.OtherUsersServer, match=f"user {NOBODY} listens at port {port}"),
             ):
-                asyncio.run(inference_healthy(run, Inference({"sglang": launch}, url, run.api_key)))
+                asyncio.run(inference_healthy(run, InferenceServices({"sglang": launch}, url, run.api_key)))
         finally:
             run.stop()
     assert run.api_key not in str(sent)

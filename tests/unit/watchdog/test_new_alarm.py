@@ -7,7 +7,7 @@ from recipe.atropos.launcher.alarm_watch import described
 from recipe.atropos.report.page import describe
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.watchdog.alarms import ALARMS, Name, raised_by, table
-from recipe.atropos.watchdog.history import PREFIX, History, Limits
+from recipe.atropos.watchdog.history import PREFIX, AlarmLimits, History
 from recipe.atropos.watchdog.registry import RULES, Finding, InStep, alarm
 from recipe.atropos.watchdog.watchdog import Watchdog
 
@@ -34,7 +34,7 @@ def too_green():
 
 def test_a_new_alarm_is_raised_and_described(too_green):
     assert raised_by({"atropos/green": 3.0}, 1e-4, "error") == {too_green: 3.0}
-    watchdog = Watchdog(History(Limits()))
+    watchdog = Watchdog(History(AlarmLimits()))
     watchdog.history.add_step({"step": 1, "time": 10.0, PREFIX + too_green: 3.0})
     [line] = watchdog.changes(10.0)
     assert (line["alarm"], line["state"], line["since_step"]) == (too_green, "raised", 1)

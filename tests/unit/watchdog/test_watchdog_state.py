@@ -5,7 +5,7 @@ import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
 from recipe.atropos.run.record import left_open
-from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, History, Limits
+from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, AlarmLimits, History
 from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 NOISE = 0.08  # of a step's mean score
@@ -129,7 +129,7 @@ def test_watchdog_clears_an_alarm_when_its_cause_is_gone():
 
 def test_watchdog_gives_slow_items_four_times_their_time():
     """An item may take an hour, where an item has taken one."""
-    history = History(Limits(silent_after=60.0, first_answer=300.0))
+    history = History(AlarmLimits(silent_after=60.0, first_answer=300.0))
 
     def report(time, items):
         counts = {"items": items, "groups_sent": items}

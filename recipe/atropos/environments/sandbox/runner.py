@@ -39,7 +39,7 @@ class SandboxError(EnvironmentFailure):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """Limits of one answer, and of its tests: seconds, MiB."""
 
     cpu_seconds: int = 3
@@ -56,7 +56,7 @@ class Job(TypedDict):
     tests: str
 
 
-class Verdict(NamedTuple):
+class ProgramVerdict(NamedTuple):
     """Verdict: ``why`` as in ``answer.run_tests``; ``detail``: the exception's text, or the missing names."""
 
     passed: bool
@@ -91,7 +91,9 @@ class Sandbox:
     Nothing runs before ``start``; ``close`` ends all workers, as does the end of this process.
     """
 
-    def __init__(self, limits: Limits = Limits(), isolation: Isolation = "seccomp", workers: int | None = None):  # noqa: B008
+    def __init__(
+        self, limits: SandboxLimits = SandboxLimits(), isolation: Isolation = "seccomp", workers: int | None = None
+    ):  # noqa: B008
         self.limits, self.isolation = limits, isolation
         self.workers = workers or len(os.sched_getaffinity(0))
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
@@ -116,7 +118,7 @@ class Sandbox:
                 "then read this user's files and use the network"
             )
 
-    def check(self, job: Job) -> Verdict:
+    def check(self, job: Job) -> ProgramVerdict:
         """Run a job and return its verdict; blocking, callable from any thread.
 
         Raises:
@@ -146,7 +148,7 @@ class Sandbox:
 class _Worker:
     """One process of ``worker.py``."""
 
-    def __init__(self, isolation: str, limits: Limits):
+    def __init__(self, isolation: str, limits: SandboxLimits):
         self._seconds = limits.wall_seconds + _MARGIN_SECONDS
         # An empty environment, no descriptors but its pipes, no signals from the terminal.
         self._process = subprocess.Popen(
@@ -158,7 +160,7 @@ class _Worker:
             start_new_session=True,
         )
 
-    def check(self, job: Job) -> Verdict:
+    def check(self, job: Job) -> ProgramVerdict:
         data = json.dumps(job).encode()
         try:
             self._process.stdin.write(b"%10d%s" % (len(data), data))
@@ -171,7 +173,7 @@ class _Worker:
         watch.cancel()
         if not line:
             raise SandboxError(f"a worker of the sandbox ended with status {self._process.wait()}")
-        return Verdict(**json.loads(line))
+        return ProgramVerdict(**json.loads(line))
 
     def close(self) -> None:
         self._process.kill()
