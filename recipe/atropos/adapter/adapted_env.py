@@ -37,6 +37,8 @@ from recipe.atropos.run.reporting import EnvReport
 
 logger = logging.getLogger(__name__)
 
+_NEVER = (401, 403, 404)  # a teacher's answers that no later one will differ from
+
 
 class AdaptedEnv(CommandLine, Lifecycle):
     """Mixin; must precede a ``BaseEnv`` in the MRO, and be followed by ``PostingEnv``: see ``adapt``."""
@@ -170,6 +172,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 try:
                     taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
                 except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
+                    if error.status in _NEVER:
+                        raise
                     logger.warning("%s: no teacher: %s", self.report.name, error)
                     self.report.count("teacher_missing")
                     return

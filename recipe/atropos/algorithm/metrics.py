@@ -71,15 +71,17 @@ def _credit_metrics(rows: DataProto, advantages: np.ndarray, chosen: np.ndarray)
     - ``credit/last_turn_share``: the part of the sum of absolute advantages that is on trajectories' last turns; that
       of outcome GRPO is about their share of tokens, and where it is near 1 at lam 0 the values say nothing, if
       trajectories have several turns (else it is 1);
-    - ``credit/turn_share/N``: the part that is on trajectories' turn N, for the first 8; later ones have the rest;
+    - ``credit/turn_share/N``: the part that is on trajectories' turn N, for the first 8; later ones have the rest. A
+      branch of a turn tree is counted from the first turn of its own;
     - ``credit/outcome_correlation``: of a row's mean advantage with its score less the mean of its group: values that
       contradict outcomes lower it; that of outcome GRPO is near 1.
     """
     sampled = rows.batch.get("sampled_mask", rows.batch["response_mask"]).bool().numpy()  # before any rejection
     turns = (np.diff(sampled, axis=-1, prepend=False) & sampled).cumsum(-1)  # of each token, and last, their number
-    trajectories, counts = trajectories_of(rows), turns[:, -1].copy()
-    turns += np.array([[counts[:i][trajectories[:i] == t].sum()] for i, t in enumerate(trajectories)])  # earlier rows'
-    last_rows = np.isin(np.arange(len(rows)), [*{t: i for i, t in enumerate(trajectories)}.values()])
+    trajectories, places, counts = trajectories_of(rows), rows.non_tensor_batch["sequence"], turns[:, -1].copy()
+    same = trajectories == trajectories[:, None]
+    turns += (same & (places < places[:, None])) @ counts[:, None]  # those of its trajectory's earlier rows come first
+    last_rows = ~(same & (places > places[:, None])).any(-1)
     ends = (turns == turns[:, -1:]) & last_rows[:, None]
     sizes, metrics = np.abs(advantages[chosen]), {}
     if sizes.any():

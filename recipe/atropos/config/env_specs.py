@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.atropos.config.schema import EnvironmentSection
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.hosts import cluster_address
+from recipe.atropos.utils.private_process import is_loopback
 
 NO_STEP_LIMIT = 10**9
 """``--env.total_steps`` of an environment that serves until it is stopped."""
@@ -86,7 +87,8 @@ def environment_specs(config: DictConfig) -> dict[str, EnvironmentSpec]:
     """
     single = OmegaConf.to_container(config.environment, resolve=True)
     several = OmegaConf.to_container(config.environments, resolve=True) if config.environments else {}
-    on_cluster = cluster_address(config.ray_kwargs.ray_init) is not None
+    local = any(host is not None and is_loopback(host) for host in (config.api.host, config.inference.host))
+    on_cluster = not local and cluster_address(config.ray_kwargs.ray_init) is not None
     if not several:
         single = _with_program(single)
         name = _name_of(single)

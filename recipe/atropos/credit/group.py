@@ -216,7 +216,7 @@ def add_credit(
     _check_read(group, credit, taught)
     found = list(_decisions(group, credit, tokenizer))
     group["group_overrides"] = _overrides(group) | {"credit": credit.rule}
-    raw = _overrides(group).get("raw_scores", group["scores"])
+    raw = _overrides(group).get("raw_scores") or group["scores"]
     if not found or (credit.outcome_gate and len(set(raw)) == 1):
         group["advantages"] = [[0.0] * len(tokens) for tokens in group["tokens"]]
         return
@@ -239,7 +239,7 @@ def add_credit(
         rows[one.sequence][one.start : one.end] = value
     if credit.teacher and taught:
         for row, masks, *logprobs in zip(rows, group["masks"], taught, group["inference_logprobs"], strict=True):
-            teacher, own = np.array(logprobs, float)
+            teacher, own = (np.array(given or [1.0] * len(row), float) for given in logprobs)
             known = (np.array(masks) != IGNORED) & (own <= 0) & ~np.isnan(teacher)  # else it was not sampled
             row[known] += (1 - credit.mix) * credit.teacher.scale * (teacher - own)[known]
     elif values is None:

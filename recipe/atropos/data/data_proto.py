@@ -148,6 +148,7 @@ def _non_tensors(rows: Sequence[Row]) -> dict[str, np.ndarray]:
         "has_advantages": np.array([row.advantages is not None for row in rows]),
         "has_teacher": np.array([row.teacher_ids is not None for row in rows]),
         "zero_advantage": np.array(_column(rows, "zero_advantage")),
+        "sequence": np.array(_column(rows, "sequence")),
     }
 
 

@@ -249,6 +249,7 @@ def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None)
         ref_log_probs=ref_log_probs,
         teacher_ids=teacher_ids,
         teacher_log_probs=teacher_log_probs,
+        sequence=i,
         zero_advantage=bool(said.set_advantage_to_zero or group.whole.overrides[i].set_advantage_to_zero),
     )
 

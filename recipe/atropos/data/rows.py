@@ -135,8 +135,8 @@ class Row:
     ``sampling`` holds the distinct parameters that its trained tokens were sampled with, None if unknown.
     ``dropped`` holds the rows that were dropped from the same group.
 
-    Rows of a group with the same number ``trajectory`` are of one trajectory; None if the row is a trajectory of its
-    own. ``dropped_trajectories`` are the numbers of the dropped ones.
+    Rows of a group with the same number ``trajectory`` are of one trajectory, in the order of their ``sequence``; None
+    if the row is a trajectory of its own. ``dropped_trajectories`` are the numbers of the dropped ones.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -157,6 +157,7 @@ class Row:
     teacher_log_probs: np.ndarray | None = None  # (R_i, K) float32, NO_TEACHER where not trained on
     zero_advantage: bool = False
     dropped: tuple[DroppedRow, ...] = ()
+    sequence: int = 0  # its number in the group
     trajectory: int | None = None
     dropped_trajectories: tuple[int | None, ...] = ()
 

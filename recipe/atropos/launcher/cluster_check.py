@@ -151,7 +151,8 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[ClusterFinding]:
     }
     try:
         facts = _answers(probes, "facts", os.path.abspath(os.path.expanduser(config.actor_rollout_ref.model.path)))
-        findings = [found for found in _compared(facts) if pairs or found.check != "gpus"]
+        serves = config.inference.placement != "launcher"
+        findings = [found for found in _compared(facts, serves) if pairs or found.check != "gpus"]
         findings += [_clock(address, probe) for address, probe in probes.items()]
         findings.append(_token(ray.get_runtime_context().gcs_address))
         run, sync = Path(config.run.dir).resolve(), config.trainer.atropos.weight_sync
@@ -188,8 +189,8 @@ def _head() -> str:
     return ray.util.get_node_ip_address()
 
 
-def _compared(facts: dict[str, Facts]) -> Iterator[ClusterFinding]:
-    """Yield what each node's facts say, beside the head's."""
+def _compared(facts: dict[str, Facts], serves: bool) -> Iterator[ClusterFinding]:
+    """Yield what each node's facts say, beside the head's; ``serves``: SGLang may run there."""
     head = facts[_head()]
     for address, node in facts.items():
         own, several = node.interfaces.get(address), len(facts) > 1
@@ -201,12 +202,13 @@ def _compared(facts: dict[str, Facts]) -> Iterator[ClusterFinding]:
             told = f"{', '.join(wrong)}, and {address} is on {own}: leave it out before ray start" if wrong else ""
         yield ClusterFinding("interface", address, told)
         unknown = {"recipe (commit)"} - node.versions.keys()  # without git there
+        unknown |= set() if serves else {f"SGLang's {name}" for name in SGLANG}
         differ = [
             f"{name} {node.versions.get(name)}, here {version}"
             for name, version in head.versions.items()
             if name not in unknown and node.versions.get(name) != version
         ]
-        if node.versions["SGLang's sglang"] is None:
+        if serves and node.versions["SGLang's sglang"] is None:
             differ.append("no interpreter with SGLang starts (inference.python)")
         yield ClusterFinding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
         told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"

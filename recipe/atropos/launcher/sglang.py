@@ -183,7 +183,7 @@ async def _join_cluster(run: Run, servers: dict[str, SGLangLaunch], programs: li
     from recipe.atropos.launcher.on_ray import Cluster
 
     run.cluster, names, findings = Cluster(run.config, servers, programs), [*servers, *programs], []
-    if names or len(ray.nodes()) > 1:
+    if names or sum(node["Alive"] for node in ray.nodes()) > 1:
         with progress("the nodes of the Ray cluster are checked"):
             findings = await asyncio.to_thread(check_nodes, run.config, pairs=False)
     for found in findings:

@@ -213,12 +213,15 @@ class Session:
 
     def finish(self, end: str | None, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: what its program says, which goes on if ``end``
-        is None.
+        is None. What is None in it leaves what the program said before.
         """
-        fields = {"finished": result.get("finished", False) or self.state.finished}
-        if self.state.end is None or (end == "reward" and (self.state.reward is None or not self.state.finished)):
-            fields = {"end": end, **result}
-        self.state = msgspec.structs.replace(self.state, **fields)
+        state, fields = self.state, {"finished": result.get("finished", False) or self.state.finished}
+        given = {name: value for name, value in result.items() if value is not None}
+        if end is None and not state.finished:
+            fields = given
+        elif state.end is None or (end == "reward" and (state.reward is None or not state.finished)):
+            fields = {"end": end, **given}
+        self.state = msgspec.structs.replace(state, **fields)
         self.save()
 
     def settle(self, reports: Reports) -> None:

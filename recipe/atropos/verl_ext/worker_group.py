@@ -59,7 +59,8 @@ class LimitedWorkerGroup(RayWorkerGroup):
                 report.
         """
         key = "step_timeout" if limit is None else "weight_sync.timeout"
-        limit = max(0.0, min(self.limit, self.deadline - time.monotonic())) if limit is None else limit
+        # A second at least, for ranks that have answered while ``meanwhile`` took all of the time.
+        limit = max(1.0, min(self.limit, self.deadline - time.monotonic())) if limit is None else limit
         calls = references if isinstance(references, list) else [references]
         try:
             return ray.get(references, timeout=limit)

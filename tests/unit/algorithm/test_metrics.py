@@ -29,6 +29,7 @@ def a_batch():
         "uid": np.array(["0", "0", "1", "2", "2"], dtype=object),
         "has_signal": np.array([True, False, True, False, False]),
         "policy_version_min": np.array([4, 2, None, 4, 3], dtype=object),
+        "sequence": np.arange(5),
     }
     return DataProto.from_dict(tensors, others)
 
@@ -69,6 +70,11 @@ def test_metrics_of_credit_by_hand():
     assert found["atropos/credit/last_turn_share"] == pytest.approx(2 / 6), "of one trajectory"
     shares = [found[f"atropos/credit/turn_share/{turn}"] for turn in (1, 2, 3)]
     assert shares == pytest.approx([3 / 6, 1 / 6, 2 / 6]), "its second row's turns come after those of the first"
+    batch.non_tensor_batch["sequence"][:2] = [1, 0]
+    found = batch_metrics(batch)
+    assert found["atropos/credit/last_turn_share"] == pytest.approx(3 / 6), "in the group's order, whatever the batch's"
+    shares = [found[f"atropos/credit/turn_share/{turn}"] for turn in (1, 2, 3)]
+    assert shares == pytest.approx([1 / 6, 2 / 6, 3 / 6])
 
 
 def test_metrics_of_credit_are_of_eight_turns_at_most():

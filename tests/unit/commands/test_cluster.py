@@ -104,8 +104,10 @@ def test_cluster_check_compares_what_is_known_of_both(monkeypatch, versions, pro
     monkeypatch.setattr(cluster_check, "_head", lambda: "10.0.0.1")
     own = {"recipe (commit)": "1", "SGLang's sglang": "2"} | ({MODEL_KEY: "/m"} if MODEL_KEY in versions else {})
     facts = {"10.0.0.1": Facts(own, 4096, {}, {}, []), "10.0.0.2": Facts(versions, 4096, {}, {}, [])}
-    [found] = [each for each in cluster_check._compared(facts) if (each.check, each.node) == ("versions", "10.0.0.2")]
-    assert problem in found.problem and bool(found.problem) == bool(problem)
+    for serves in (True, False):
+        found = [each.problem for each in cluster_check._compared(facts, serves) if each.check == "versions"]
+        wrong = problem if serves or "SGLang" not in problem else ""
+        assert wrong in found[1] and bool(found[1]) == bool(wrong), "SGLang's version matters where servers may be"
 
 
 def test_cluster_check_knows_no_gpu_that_is_not_shown(monkeypatch):
@@ -114,7 +116,7 @@ def test_cluster_check_knows_no_gpu_that_is_not_shown(monkeypatch):
     versions = {"SGLang's sglang": "2"}
     nodes = {"head": Facts(versions, 4096, {}, {}, [], 0), "silent": Facts(versions, 4096, {}, {}, [], 8)}
     nodes |= {"idle": Facts(versions, 4096, {}, {}, [0], 8), "busy": Facts(versions, 4096, {}, {}, [0, 2000], 8)}
-    found = {each.node: each.problem for each in cluster_check._compared(nodes) if each.check == "gpus"}
+    found = {each.node: each.problem for each in cluster_check._compared(nodes, True) if each.check == "gpus"}
     assert found == {
         "head": "",
         "idle": "",

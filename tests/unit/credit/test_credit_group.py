@@ -348,6 +348,10 @@ def test_credit_of_a_teacher_by_hand():
     alone = judged_group()
     add_credit(alone, TAUGHT.model_copy(update={"mix": 0.0}), taught=TEACHERS)
     assert np.allclose(alone["advantages"], [[0.0, 1.0, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0, -2.0]])
+    for nothing in (None, []):  # of a row that came without
+        some = judged_group() | {"inference_logprobs": [judged_group()["inference_logprobs"][0], nothing]}
+        add_credit(some, TAUGHT.model_copy(update={"mix": 0.0}), taught=TEACHERS)
+        assert np.allclose(some["advantages"], [alone["advantages"][0], [0.0] * 5])
 
 
 @pytest.mark.parametrize(
@@ -384,3 +388,10 @@ def test_credit_of_a_teacher_is_checked_by_name(teacher, message):
 def test_credit_of_a_teacher_leaves_no_effect_to_other_keys(other):
     with pytest.raises(ConfigurationError, match=f"teacher leaves no effect to {next(iter(other))};"):
         Credit.parse({"teacher": {"hint": "a:b"}} | other, "environment.credit")
+
+
+def test_credit_gate_takes_scores_where_no_bridge_shaped_them():
+    """Also if they are said to be none."""
+    group = judged_group() | {"scores": [1.0, 1.0], "group_overrides": {"raw_scores": None}}
+    add_credit(group, Credit(outcome_gate=True))
+    assert group["advantages"] == [[0.0] * 5] * 2

@@ -475,6 +475,7 @@ def test_placement_of_environments_is_refused_by_name(overrides, message):
         (["environment.replicas=8"], "launcher"),
         ([HEAD, "environment.replicas=8", "environment.placement=launcher"], "launcher"),
         ([HEAD, "environment.replicas=8", "environment.python=python3"], "launcher"),
+        ([HEAD, "environment.replicas=8", "api.host=127.0.0.1"], "launcher"),
         ([HEAD, "environments={a: {target: m}, b: {target: m, replicas: 2}}"], "ray"),
     ],
 )

@@ -85,6 +85,12 @@ def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path):
         assert (answer["end"], answer["reward"], answer["turns"]) == ("reward", 1.0, 2)
         assert ended(sessions, whole, reward=0.5, finished=False)["reward"] == 1.0
         assert sessions.ask(whole)[0] == 403
+        limited = sessions.open(env="a", limits={"turns": 1})
+        sessions.ask(limited)
+        assert sessions.ask(limited)[0] == 403
+        assert ended(sessions, limited, reward=0.5, finished=False)["reward"] == 0.5, "also after a limit"
+        answer = ended(sessions, limited, end="crashed")
+        assert (answer["end"], answer["reward"], answer["finished"]) == ("turns", 0.5, True)
         until(lambda: sessions.state(late)["end"] == "seconds")
         assert sessions.state(late)["reward"] == 0.25
         assert "failed/seconds" not in sessions.counts("a")
