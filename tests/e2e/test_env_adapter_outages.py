@@ -19,8 +19,9 @@ from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get, running_api
 from helpers.stub_sglang import StubSGLang, stub_servers
 from helpers.trajectory_api import Api, running_trajectory_api
-from recipe.atropos.adapter import lifecycle, reporting
+from recipe.atropos.adapter import lifecycle
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.run import reporting
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.utils.process import free_port, start_service

@@ -46,9 +46,7 @@ def default_temperature() -> float:
 Whole = int | Annotated[float, msgspec.Meta(multiple_of=1)]  # other languages write 50 as 50.0
 
 
-class SamplingParams(  # type: ignore[call-arg]
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  # type: ignore[call-arg]
     """Parameters of SGLang's /generate that change the sampling distribution; the defaults are SGLang's.
 
     It is decoded from what ``to_mapping`` wrote, which always has a temperature. ``logit_bias`` maps tokens to numbers;
@@ -99,7 +97,9 @@ class SamplingParams(  # type: ignore[call-arg]
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the temperature and all values that differ from SGLang's defaults, as plain values for JSON."""
-        return msgspec.to_builtins(self, str_keys=True)
+        given = {name for name in self.__struct_fields__ if getattr(self, name) != getattr(_DEFAULT, name)}
+        values = msgspec.to_builtins(self, str_keys=True)
+        return {name: values[name] for name in values if name in given or name == "temperature"}
 
     def request(self) -> dict[str, float]:
         """Return the numeric parameters for a request, with defaults, so that no server-side default applies."""

@@ -11,8 +11,7 @@ from recipe.atropos.config.derived import derived_wait
 from recipe.atropos.report.run_history import RunHistory, shown
 from recipe.atropos.run.record import by_alarm
 from recipe.atropos.watchdog.alarms import ALARMS, UNKNOWN
-from recipe.atropos.watchdog.history import AlarmLimits
-from recipe.atropos.watchdog.history import RunHistory as WatchedHistory
+from recipe.atropos.watchdog.history import AlarmLimits, History
 from recipe.atropos.watchdog.watchdog import Watchdog
 
 _BEHIND_STEPS = 5  # in which one weight version comes again and again, at last so many updates older than the others
@@ -70,7 +69,7 @@ def _played(history: RunHistory) -> tuple[list[dict[str, Any]], Seen]:
     """Return the lines that the watchdog would have written of the recorded steps and reports, and what it saw last."""
     lines: list[dict[str, Any]] = []
     wait = history.config.get(_WAIT) or derived_wait(_WAIT, history.config.get("data.max_response_length", 1536))
-    watchdog = Watchdog(WatchedHistory(AlarmLimits.from_config({**history.config, _WAIT: wait})))
+    watchdog = Watchdog(History(AlarmLimits.from_config({**history.config, _WAIT: wait})))
     events = [(line["time"], None, line) for line in history.lines]
     events += [(line["time"], name, line) for name, reports in history.reports.items() for line in reports]
     events.sort(key=lambda event: event[0])

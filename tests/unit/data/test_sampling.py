@@ -287,3 +287,12 @@ def test_sampling_alarms_of_a_step_are_beside_it():
     raised = {"atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
     assert str(launch._step(line | raised)).endswith("version 3  logprob_difference, truncated_sampling")
     assert str(launch._step(line)).endswith("version 3")
+
+
+def test_sampling_parameters_leave_out_what_is_sglangs_default():
+    """Also where a request names it, as those of environments do: a group's sequences each have them."""
+    asked = SamplingParams.from_request({"temperature": 0.5, "top_p": 1.0, "min_p": 0, "top_k": -1, "logit_bias": {}})
+    assert asked.to_mapping() == {"temperature": 0.5}
+    assert SamplingParams(1.0, top_k=5, logit_bias={3: -1.0}).to_mapping() == {
+        "temperature": 1.0, "top_k": 5, "logit_bias": {"3": -1.0}
+    }  # fmt: skip
