@@ -337,7 +337,7 @@ def test_code_environment_refuses_where_isolation_fails(tmp_path, monkeypatch, o
 def test_code_environment_nothing_outlives_its_environment():
     script = (
         "import psutil, time, threading\nfrom recipe.atropos.environments.sandbox.runner import *\n"
-        "sandbox = Sandbox(Limits(cpu_seconds=30, wall_seconds=30), workers=1)\nsandbox.start()\n"
+        "sandbox = Sandbox(SandboxLimits(cpu_seconds=30, wall_seconds=30), workers=1)\nsandbox.start()\n"
         "job = Job(program='while True: pass', names=[], setup='', tests='')\n"
         "threading.Thread(target=sandbox.check, args=(job,)).start()\nown = psutil.Process()\n"
         "while len(own.children(recursive=True)) < 3: time.sleep(0.01)\n"
