@@ -345,6 +345,7 @@ def driver(folder: Path, step: Step) -> Iterator[RayGRPOAtroposTrainer]:
     config = compose_config(overrides)
     decide_device(config)
     os.environ |= platform_variables(config)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the trainer does
     fill_in(config)
     try:
         start_ray(**ray_options(config))

@@ -43,7 +43,7 @@ config = json.loads((folder / "env.json").read_text())
 serve_env(max_workers=1, address=f"ipc://{folder}/socket", config_data=config)
 """
 _FLAGS = {"env", "select", "sampling"}  # of vf-eval; the others are of its own runs
-_LOOK = 1.0  # s between two looks whether the server still runs
+_POLL = 1.0  # s between two polls of the server
 
 Item = Any  # a task's data, as JSON
 
@@ -94,7 +94,7 @@ class VerifiersEnv(SessionsEnv):
             )
             self._client = EnvClient(f"ipc://{folder}/socket")
             atexit.register(self._client.ctx.destroy, linger=0)  # else the interpreter waits for its socket for ever
-            while not await self._client.health(_LOOK):
+            while not await self._client.health(_POLL):
                 if self._server.poll() is not None:
                     raise self._server.failure("did not start")
 
@@ -108,7 +108,7 @@ class VerifiersEnv(SessionsEnv):
         server, run = self._server, self._client.run(client, "policy", self._asked.sampling, item)
         running = asyncio.ensure_future(run)
         try:
-            while not (await asyncio.wait([running], timeout=_LOOK))[0]:
+            while not (await asyncio.wait([running], timeout=_POLL))[0]:
                 if server.poll() is not None:
                     raise SessionFailed("server_ended")
             episode = running.result()
@@ -147,5 +147,7 @@ def _tasks(name: str, words: str | None) -> list[Item]:
 
     tasks = load_taskset(asked.env.taskset).select(asked.select)
     if not tasks.bounded:
-        raise ConfigurationError(f"--env.{name}={words}: the taskset has no end; say how many tasks with -n")
+        raise ConfigurationError(
+            f"--env.{name}={words}: the taskset has no end; say how many tasks with --select.limit"
+        )
     return [task.data.model_dump(mode="json") for task in tasks]

@@ -33,8 +33,6 @@ from recipe.atropos.utils.hosts import cluster_address, interface_variables, is_
 from recipe.atropos.utils.importing import gc_disabled
 from recipe.atropos.verl_ext.attention import set_attention
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's: batches in huge pages, else a third of the time is faults
-
 
 def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     """Start Ray (or join the cluster at RAY_ADDRESS) and train. ``config`` is checked, and its device is decided.
@@ -53,6 +51,7 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
             "or start everything with python -m recipe.atropos.launch_services"
         )
     os.environ |= platform_variables(config)  # before verl is imported
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's: batches in huge pages, which cost fewer page faults
     with gc_disabled():
         from recipe.atropos.verl_ext.driver import validate_config
         from recipe.atropos.verl_ext.ranks import need_reference_policy

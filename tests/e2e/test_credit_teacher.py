@@ -15,7 +15,7 @@ from helpers.trainer import model_vocab
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import CreditError
-from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.utils.process import free_port
 
 
@@ -92,6 +92,12 @@ def test_credit_of_a_teacher_that_does_not_answer_is_counted(model_path, server)
     group, counts = sent(model_path, server, {"teacher": {"base_url": f"http://127.0.0.1:{free_port()}"}})
     assert counts["teacher_missing"] == 1 and counts["groups_sent"] == 0 and not group.get("advantages")
     assert "credit" not in group["group_overrides"] and group["scores"] == [1.0, 0.0]
+
+
+def test_credit_of_a_teacher_that_refuses_is_an_error(model_path, server):
+    """As one with another key, or at another path: no later group would get an answer."""
+    with pytest.raises(InferenceError, match="HTTP 404"):
+        sent(model_path, server, {"teacher": {"base_url": f"{server}/elsewhere"}})
 
 
 @pytest.mark.parametrize(

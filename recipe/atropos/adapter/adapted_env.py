@@ -37,7 +37,7 @@ from recipe.atropos.run.reporting import EnvReport
 
 logger = logging.getLogger(__name__)
 
-_NEVER = (401, 403, 404)  # a teacher's answers that no later one will differ from
+_PERMANENT = (401, 403, 404)  # statuses of a teacher that asking again does not change
 
 
 class AdaptedEnv(CommandLine, Lifecycle):
@@ -172,7 +172,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 try:
                     taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
                 except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
-                    if error.status in _NEVER:
+                    if error.status in _PERMANENT:
                         raise
                     logger.warning("%s: no teacher: %s", self.report.name, error)
                     self.report.count("teacher_missing")

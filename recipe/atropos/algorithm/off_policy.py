@@ -35,7 +35,7 @@ def compare_with_engine(rows: DataProto, version: int, correction: DictConfig) -
     ``atropos/logprob_diff/mean`` and ``max`` are of the absolute difference over trained tokens, in nats;
     ``fresh_mean`` covers only rows sampled by the policy's own ``version``, if there are any. Only kernels and rounding
     contribute to it, so a value above ``trainer.atropos.logprob_tolerance`` raises an alarm. verl's ``rollout_corr/``
-    are of ``correct_rollout``, which ``rows`` have not been through.
+    tell what ``correct_rollout`` does to ``rows``; give them as they are before it.
     """
     known, _ = with_log_probs(rows)
     if known is None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _TICKET_SECONDS = 60.0  # that a request waits for a ticket
 _SESSION_SECONDS = 3600.0  # of a session, if no limit is given: else one that was forgotten would hold its group
 _CREDIT_SECONDS = 60.0  # that the values of a group's turns may take
-_LOOK = 1.0  # s between two looks for groups that are complete, and sessions whose time is over
+_POLL = 1.0  # s between two polls for groups that are complete, and sessions whose time is over
 _TRIES = 2
 
 
@@ -174,7 +174,7 @@ class Groups:
             try:
                 for group in list(self._groups.values()):
                     try:
-                        await self._look(group)
+                        await self._poll(group)
                     except TrajectoryApiError:
                         raise
                     except Exception as error:  # this group alone cannot be read, or be given credit
@@ -184,9 +184,9 @@ class Groups:
                     await self._api.status(env_id)  # it is alive
             except TrajectoryApiError as error:
                 logger.warning("%s", error)
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL)
 
-    async def _look(self, group: SessionGroup) -> None:
+    async def _poll(self, group: SessionGroup) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]
         for session in sessions:
             session.settle(self._reports)

@@ -51,8 +51,8 @@ from recipe.atropos.utils.sockets import serve
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5  # at a reply that the servers abort
-_LOOK = 1.0  # s between two looks for sessions whose time is over
-_KEEP_ALIVE = 10.0  # s between two signs of life of a stream
+_POLL = 1.0  # s between two polls for sessions whose time is over
+_KEEP_ALIVE = 10.0  # s between two heartbeats of a stream
 _BODY_BYTES = 64 << 20
 _IN_MEMORY = 8192  # sessions, for some never end: their programs were killed
 _FAILURES = (RequestError, TrajectoryApiError, InferenceError)  # that are answered; any other is a fault of ours
@@ -132,7 +132,7 @@ class SessionServer:
                 self._reports.write()
             except Exception as error:  # the disk is full, perhaps
                 logger.error("sessions cannot be counted: %s", error)
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL)
 
     # ------------------------------------------------------------------ who asks
 

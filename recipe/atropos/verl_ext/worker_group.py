@@ -23,8 +23,8 @@ _DEATH_SECONDS = 5.0  # until Ray knows that a process died whose peers report a
 class LimitedWorkerGroup(RayWorkerGroup):
     """verl's worker group, with each call limited to ``limit`` seconds and to ``deadline``.
 
-    ``deadline`` is a ``time.monotonic`` value. All of ``meanwhile`` is called, once,
-    while the ranks work on the next call.
+    ``deadline`` is a ``time.monotonic`` value. All of ``meanwhile`` is called, once, while the ranks work on the next
+    call.
     """
 
     def __init__(self, *args: Any, limit: float, **kwargs: Any):
