@@ -90,7 +90,8 @@ class VerifiersEnv(SessionsEnv):
                 "verifiers",
                 command,
                 log_path=folder / "log",
-                env={"PATH": path, API_KEY_VARIABLE: ""},  # the environments' key is no program's
+                # The environments' key is no program's; and uv's programs would be compiled anew in every episode.
+                env={"PATH": path, API_KEY_VARIABLE: "", "PYTHONDONTWRITEBYTECODE": ""},
             )
             self._client = EnvClient(f"ipc://{folder}/socket")
             atexit.register(self._client.ctx.destroy, linger=0)  # else the interpreter waits for its socket for ever
