@@ -84,7 +84,7 @@ class Credit(BaseModel):
         description="progress, the kit's own, or a paper's formula, unscaled: vineppo takes values for V, mt_grpo for "
         "turns' own rewards; gigpo compares equal turn_states",
     )
-    weight: float = Field(1.0, ge=0, description="gigpo's omega, of its step part; mt_grpo's lambda, of its outcome")
+    weight: float = Field(1.0, ge=0, description="Of gigpo's step part, its omega, or mt_grpo's turn part")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount of what follows by each decision")
     lam: float = Field(0.5, ge=0, le=1, description="Weight of what follows: 0 trusts the values, 1 the outcome alone")
     mix: float = Field(0.0, ge=0, le=1, description="Share of outcome GRPO")

@@ -223,10 +223,10 @@ def vineppo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
 
 
 def mt_grpo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
-    """Return MT-GRPO's advantages (arXiv 2505.11821v1), (D,): the turn's own reward, which ``values`` has here,
-    normalized over the group's turns of its number, and ``weight``, its lambda, times GRPO's."""
+    """Return MT-GRPO's advantages (arXiv 2505.11821, as in its authors' code), (D,): GRPO's, and ``weight`` times the
+    turn's own reward, which ``values`` has here, normalized over the group's turns of its number."""
     turns = [*map(len, _lineages(group))]
-    return _normalized(np.asarray(group.values, float), turns) + weight * outcome_advantages(group)
+    return outcome_advantages(group) + weight * _normalized(np.asarray(group.values, float), turns)
 
 
 PAPERS = {"gigpo": gigpo, "vineppo": vineppo, "mt_grpo": mt_grpo}  # of independent rollouts

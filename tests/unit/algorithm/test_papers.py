@@ -296,10 +296,10 @@ def vineppo(gamma=1.0):
     return np.stack([gamma * TURNS - prompt, SCORES - TURNS], axis=1)
 
 
-def mt_grpo(lam=1.0):
+def mt_grpo(coef=1.0):
     """The first turn's rewards are ``TURNS``, the second's their halves backwards."""
     turns = np.stack([normalized(TURNS), normalized(TURNS[::-1] / 2)], axis=1)
-    return turns + lam * normalized(SCORES)[:, None]
+    return normalized(SCORES)[:, None] + coef * turns
 
 
 SENT = {
@@ -325,7 +325,7 @@ def test_papers_credit_is_the_papers_and_reaches_the_loss(paper):
     [
         ("GiGPO", {"gamma": 0.5, "weight": 0.25}, lambda: gigpo(gamma=0.5, omega=0.25)),
         ("VinePPO", {"gamma": 0.5}, lambda: vineppo(gamma=0.5)),
-        ("MT-GRPO", {"weight": 0.5}, lambda: mt_grpo(lam=0.5)),
+        ("MT-GRPO", {"weight": 0.5}, lambda: mt_grpo(coef=0.5)),
         ("MT-GRPO", {"mix": 0.25}, lambda: 0.75 * mt_grpo() + 0.25 * normalized(SCORES)[:, None]),
     ],
 )
