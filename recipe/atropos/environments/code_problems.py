@@ -12,10 +12,10 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from recipe.atropos.environments.data_sets import load_dataset
-from recipe.atropos.environments.sandbox.runner import Job
+from recipe.atropos.environments.sandbox.runner import Job, Tests
 from recipe.atropos.environments.word_problems import Split, split_of
 from recipe.atropos.errors import ConfigurationError
 
@@ -26,16 +26,12 @@ _HELD_OUT_SHARE = 5  # one problem in five of a dataset with a single split
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-class Problem(TypedDict):
-    """A problem: ``question`` is the prompt; ``begun`` the beginning of the program to complete, or ""; ``names`` are
-    the names of an answer that ``tests`` use; ``setup`` is executed before the tests, in their process."""
+class Problem(Tests):
+    """A problem: ``question`` is the prompt; ``begun`` the beginning of the program to complete, or ""."""
 
     task: str
     question: str
     begun: str
-    names: list[str]
-    setup: str
-    tests: str
     gold: str
 
 
