@@ -147,17 +147,16 @@ class Lifecycle:
 
     async def __beside(self) -> None:
         """Run alongside the environment; an error here ends it."""
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
+        asked = time.monotonic()
         while True:
             await asyncio.sleep(_POLL)
             self.report.in_flight = len(self.running_items)
             self.report.poll(self.curr_step)
             if self._failure is not None:
                 raise EnvironmentFailure(str(self._failure)) from self._failure
-            if self.__uncompared and loop.time() - asked > _ASK_SERVER:
+            if self.__uncompared and time.monotonic() - asked > _ASK_SERVER:
                 await self.__compare_tokenizers()
-                asked = loop.time()
+                asked = time.monotonic()
 
     async def __compare_tokenizers(self) -> None:
         own = self.tokenizer, self.config.tokenizer_name

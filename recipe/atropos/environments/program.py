@@ -45,7 +45,7 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.credit.group import named_function
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
-from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
+from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.sessions.counts import count_session
@@ -60,8 +60,6 @@ _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
 _HELD_OUT = 0.2  # of the items, if no others are given
 _SHARE = 0.9  # of an item's time; the rest is for what follows
-
-Item = Any
 
 
 class SessionsEnvConfig(ItemsEnvConfig):
