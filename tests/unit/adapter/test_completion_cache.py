@@ -13,17 +13,6 @@ from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item,
 from recipe.atropos.adapter.token_keys import key_of, keys_of
 
 
-def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer, prompt):
-    one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
-    second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
-    assert second == ids_of(tokenizer, *prompt, *one.tokens.tolist(), "\n<|im_start|>user\nnext<|im_end|>\n") + ids_of(
-        tokenizer, "<|im_start|>assistant\n"
-    )
-    two = sampled(cache, second, "d", "e", END)
-    third = cache.restore_sampled(chat(tokenizer, "go", "abc", "next", "de", "last"))
-    assert third[: len(second) + 3] == second + two.tokens.tolist()
-
-
 def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
     prompt = ids_of(tokenizer, "Q:")
     sampled(cache, prompt, "a")
