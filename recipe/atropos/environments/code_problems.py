@@ -7,6 +7,7 @@ builds the sandbox job of a problem and an answer.
 
 import ast
 import builtins
+import itertools
 import logging
 import random
 import re
@@ -212,13 +213,7 @@ def generate(split: Split, size: int, seed: int = 0) -> Iterator[dict[str, Any]]
         ConfigurationError: there are not that many.
     """
     rng = random.Random(f"code problems, {split}, {seed}")
-    every = [
-        (name, reduction, condition, k)
-        for name in _NAMES
-        for reduction in _REDUCTIONS
-        for condition in CONDITIONS
-        for k in range(2, 99)
-    ]
+    every = list(itertools.product(_NAMES, _REDUCTIONS, CONDITIONS, range(2, 99)))
     rng.shuffle(every)
     rows = 0
     for name, reduction, condition, k in every:

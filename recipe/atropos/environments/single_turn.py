@@ -116,8 +116,9 @@ class SingleTurnEnv(ItemsEnv):
         """Return a scored group for one problem; None if its prompt leaves no room for an answer."""
         messages = self.messages(item)
         if self.answer_tokens(messages) < 1:
-            text = messages[-1]["content"]
-            logger.warning("skipped a problem whose prompt leaves no room for an answer: %s", text[:80])
+            logger.warning(
+                "skipped a problem whose prompt leaves no room for an answer: %.80s", messages[-1]["content"]
+            )
             return None, []
         conversations = await self.converse(item, self.config.group_size, "train")
         return await self.group_of(item, conversations), []

@@ -277,7 +277,7 @@ class AtroposEnv(gem.Env):
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
         new = _new_messages(ask)
         self._ask = ask
-        info = {
+        return "\n\n".join(map(_text, new)) if new else ask.prompt, {
             "messages": ask.messages,
             "prompt": ask.prompt,
             "prompt_ids": ask.prompt_ids,
@@ -290,7 +290,6 @@ class AtroposEnv(gem.Env):
             "cut": cut,
             "use_tool": bool(new) and new[-1].get("role") == "tool",
         }
-        return "\n\n".join(map(_text, new)) if new else ask.prompt, info
 
     def _count(self, unscored: str | None) -> None:
         self._unscored = -math.inf if unscored is None else self._unscored + 1
