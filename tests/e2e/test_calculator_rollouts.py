@@ -23,7 +23,6 @@ from helpers.trainer import close, compose_config, started
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.credit.group import CreditError
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
@@ -273,12 +272,10 @@ def test_calculator_logprobs_are_the_trainers(trained):
     assert metrics[0]["atropos/response_length"] == pytest.approx(sum(lengths) / len(lengths))
 
 
-@pytest.mark.parametrize("credit", ['{"lam": 0.0}', None])
-def test_credit_of_a_turn_tree_that_was_sampled(trained, tmp_path, credit):
-    """Each sampled token is trained in one row; a branch begins with the tokens of its source; without credit, which
-    compares them, branches are refused."""
+def test_credit_of_a_turn_tree_that_was_sampled(trained, tmp_path):
+    """Each sampled token is trained in one row; a branch begins with the tokens of its source."""
     policy, *_, server = trained
-    settings = AdapterSettings(credit=credit)
+    settings = AdapterSettings(credit='{"lam": 0.0}')
     config = CalculatorEnvConfig(
         tokenizer_name=str(policy), group_size=SIZE, tree_roots=2, max_token_length=LENGTH, use_wandb=False,
         dataset_name=SYNTHETIC_STEPS, train_size=9, eval_size=9, data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
@@ -295,10 +292,6 @@ def test_credit_of_a_turn_tree_that_was_sampled(trained, tmp_path, credit):
             group, _ = await env.collect_trajectories(item)
             await env.handle_send_to_api(group, item, do_send_to_api=False)
 
-    if credit is None:
-        with pytest.raises(CreditError, match="give environment.credit"):
-            asyncio.run(collect())
-        return
     asyncio.run(collect())
     env.jsonl_writer._fp.flush()
     groups = [orjson.loads(line) for line in (tmp_path / "sent.jsonl").read_bytes().splitlines()]

@@ -15,6 +15,7 @@ from helpers.trainer import model_vocab
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import CreditError
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.utils.process import free_port
 
@@ -110,7 +111,7 @@ def test_credit_of_a_teacher_that_refuses_is_an_error(model_path, server):
 )
 def test_credit_of_a_teacher_names_what_is_wrong(model_path, server, teacher, told):
     teacher = {name: server if value is ... else value for name, value in teacher.items()}
-    with pytest.raises(CreditError, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         sent(model_path, server, {"teacher": teacher})
 
 

@@ -9,7 +9,7 @@ import ray
 from gem.envs.registration import make_vec
 
 from helpers.sglang import make_tiny_model
-from recipe.atropos.gem.env import AtroposEnv, register
+from recipe.atropos.gem.env import register
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 
@@ -63,22 +63,13 @@ class Busy:
 class Worker:
     """Plays in its process; ``play`` runs in the main thread of a plain actor, in another one of a threaded actor."""
 
-    def play(self, model, vector):
+    def play(self, model):
         busy, config = Busy(), {"dataset_name": "synthetic", "train_size": 20}
         arguments = {"tokenizer": model, "config": config, "timeout": 60.0}
-        play = self._play_vector if vector else self._play_one
-        rewards = play(arguments)
+        rewards = self._play_vector(arguments)
         while not busy.rounds and busy.error is None and busy.thread.is_alive():
-            rewards += play(arguments)
+            rewards += self._play_vector(arguments)
         return rewards, busy.end(), threading.current_thread() is threading.main_thread()
-
-    def _play_one(self, arguments):
-        env, rewards = AtroposEnv(GSM8K, **arguments), []
-        for number in range(EPISODES):
-            question = env.reset()[1]["messages"][-1]["content"]
-            rewards.append(env.step(_answer(question, right=number % 2))[1])
-        env.close()
-        return rewards
 
     def _play_vector(self, arguments):
         vector, rewards = make_vec([register(GSM8K)] * 6, async_mode=True, **arguments), []
@@ -98,11 +89,11 @@ def _answer(question, right):
     return rf"\boxed{{{(a + b if ' more.' in question else a - b) if right else -1}}}"
 
 
-@pytest.mark.parametrize(("vector", "threads"), [(False, 2), (True, 1), (True, 2)])
-def test_gem_steps_in_ray_workers_beside_datasets_and_bars(model, vector, threads):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gem_steps_in_ray_workers_beside_datasets_and_bars(model, threads):
     actors = [ray.remote(Worker).options(num_cpus=1, max_concurrency=threads).remote() for _ in range(2)]
     try:
-        found = ray.get([actor.play.remote(model, vector) for actor in actors], timeout=SECONDS)
+        found = ray.get([actor.play.remote(model) for actor in actors], timeout=SECONDS)
     finally:
         for actor in actors:
             ray.kill(actor)

@@ -19,7 +19,7 @@ def threads():
 
 def tasks(env):
     """How many the loop has, without the one that counts."""
-    loop = env.unwrapped._session.environment._thread.loop
+    loop = env.unwrapped._environment._thread.loop
     return asyncio.run_coroutine_threadsafe(count_tasks(), loop).result(10)
 
 

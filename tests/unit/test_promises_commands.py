@@ -254,7 +254,6 @@ def one_server(**values):
 )
 def test_promises_adapter_takes_sglang_and_the_key_and_says_so(monkeypatch, capsys, values, given, expected):
     monkeypatch.setenv("ATROPOS_API_KEY", "the-key")
-    defaults._say.cache_clear()
     env = BaseEnvConfig(tokenizer_name="t", use_wandb=False)
     found_env, [found] = defaults.complete(env, [one_server(**values)], given, {}, serves=False)
     assert (found.server_type, found.api_key) == expected and found_env == env, "nobody answers: its defaults stay"

@@ -75,8 +75,7 @@ def take_settings(arguments: list[str]) -> AdapterSettings | None:
     Raises:
         UsageError: a flag has no value, or an invalid one.
     """
-    given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {f.removeprefix(PREFIX): value for f in _SETTINGS if (value := take_flag(arguments, f)) is not None}
     try:
         return AdapterSettings(**given) if given else None
     except ValidationError as error:
@@ -132,8 +131,7 @@ class CommandLine:
 
     _umask: int | None = None  # the process's own, while a stricter one is set
     only_checked = False  # exit where the environment would be built, with target, class and flags checked
-    # What a command line gives: the file's server or servers, the flags about servers, the environment's own values.
-    __given: tuple[dict | list | None, dict[str, Any], dict[str, Any]] | None = None
+    __completed: tuple[Any, Any] | None = None  # what the command line makes of the environment's own defaults
 
     def __new__(cls, config: BaseEnvConfig | None = None, *_: Any, **__: Any) -> "CommandLine":
         if cls.only_checked:
@@ -147,17 +145,7 @@ class CommandLine:
 
     @classmethod
     def config_init(cls) -> tuple[Any, Any]:
-        env_config, default = cls.__own_defaults()
-        if cls.__given is None:  # in code: the environment's own defaults
-            return env_config, default
-        in_file, openai, env_given = cls.__given
-        servers = server_configs(default, openai, in_file)[0]
-        if cls.only_checked or not isinstance(servers, list):
-            return env_config, servers
-        # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too.
-        several = isinstance(in_file, list) and APIServerConfig(**in_file[0]).model_dump(exclude={"tokenizer_name"})
-        given = {**(several or in_file or {}), **openai}
-        return complete(env_config, servers, given, env_given, serves="serve" in sys.argv)
+        return cls.__completed or cls.__own_defaults()
 
     @classmethod
     def __own_defaults(cls) -> tuple[BaseEnvConfig, Any]:
@@ -235,18 +223,22 @@ class CommandLine:
                 _check_names(OPENAI_NAMESPACE, one, APIServerConfig)
         except UsageError as error:
             raise UsageError(f"--config={path}: {error}") from error
-        one_server = servers[0] if isinstance(servers, list) and len(servers) == 1 else servers
-        env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | env_in_file
-        cls.__given = one_server, openai, env_given
-        if server_configs(default, openai, servers)[1]:
-            for name in openai:  # which BaseEnv must not see
-                take_flag(sys.argv, f"--{_OPENAI}{name}")
+        configs, applied = server_configs(default, openai, servers)
+        for name in openai if applied else ():  # which BaseEnv must not see
+            take_flag(sys.argv, f"--{_OPENAI}{name}")
         for subcommand in set(_SUBCOMMANDS) & set(arguments):
             known = cls.__flags_of(subcommand) | {"--help", *_SETTINGS}
             if subcommand == "evaluate":  # teacher flags are only serve's; a launcher gives both the same flags
                 for flag in cls.__flags_of("serve") - known:
                     take_flag(sys.argv, flag)
             check_flags(sys.argv[1:], known)
+        if isinstance(configs, list) and not cls.only_checked:
+            first, *more = [servers] if isinstance(servers, dict) else servers or [{}]
+            if more:  # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too
+                first = APIServerConfig(**first).model_dump(exclude={"tokenizer_name"})
+            env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | env_in_file
+            env_config, configs = complete(env_config, configs, first | openai, env_given, "serve" in arguments)
+        cls.__completed = env_config, configs
 
     @classmethod
     def __flags_of(cls, subcommand: str) -> set[str]:

@@ -71,13 +71,12 @@ class Lifecycle:
         """Run BaseEnv's ``process_manager``, but fail after ``_FRUITLESS`` items in a row without a group written;
         BaseEnv's would retry forever.
         """
-        get_next_item, report, in_a_row, written = self.get_next_item, self.report, 0, 0
+        get_next_item, report = self.get_next_item, self.report
+        since: dict[int, int] = {}  # items that had begun when so many groups were written
 
         async def counted() -> Any:
-            nonlocal in_a_row, written
-            before, written = written, report.counts["groups_written"]
-            in_a_row = 0 if written > before else in_a_row + 1
-            if in_a_row > _FRUITLESS:
+            items = report.counts["items"]
+            if items - since.setdefault(report.counts["groups_written"], items) >= _FRUITLESS:
                 raise EnvironmentFailure(
                     f"{report.name}: of {_FRUITLESS} items in a row no group was written: {report}"
                 )
@@ -148,17 +147,16 @@ class Lifecycle:
 
     async def __beside(self) -> None:
         """Run alongside the environment; an error here ends it."""
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
+        asked = time.monotonic()
         while True:
             await asyncio.sleep(_POLL)
             self.report.in_flight = len(self.running_items)
             self.report.poll(self.curr_step)
             if self._failure is not None:
                 raise EnvironmentFailure(str(self._failure)) from self._failure
-            if self.__uncompared and loop.time() - asked > _ASK_SERVER:
+            if self.__uncompared and time.monotonic() - asked > _ASK_SERVER:
                 await self.__compare_tokenizers()
-                asked = loop.time()
+                asked = time.monotonic()
 
     async def __compare_tokenizers(self) -> None:
         own = self.tokenizer, self.config.tokenizer_name

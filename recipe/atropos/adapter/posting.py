@@ -338,10 +338,8 @@ class PostingEnv(BaseEnv):
 
     async def handle_env(self, item_uuid: str) -> Any:
         """Roll out an item, with retries, and send the groups that result."""
-        running = self.running_items.get(item_uuid)
-        if running is None:
-            return None
-        item, begun = running["item"], time.time()
+        running, begun = self.running_items[item_uuid], time.time()
+        item = running["item"]
         try:
             groups = await self.__roll_out(item)
         except asyncio.CancelledError:

@@ -164,8 +164,7 @@ class Calls:
         if messages[-1].get("role") == "assistant":
             messages[-1]["role"] = "user"
         text = server.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
-        params = {"max_new_tokens": None, **params}
-        return await self._respond(True, server, text, params, arguments.get("timeout"))
+        return await self._respond(True, server, text, {"max_new_tokens": None, **params}, arguments.get("timeout"))
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
         arguments = dict(kwargs)

@@ -94,11 +94,10 @@ async def shape(
     except TimeoutError as error:
         raise RefusedGroup(Reason.MARKER_TIMEOUT, str(error)) from error
     scores = [bridge.shaped(score, each, step) for score, each in zip(raw, terms, strict=True)]
-    report.observe("score/raw", *raw)
-    report.observe("score/shaped", *scores)
-    report.observe("shaping/weight", bridge.weight(step))
-    for name in terms[0]:
-        report.observe(f"shaping/{name}", *(each[name] for each in terms))
+    observed = {"score/raw": raw, "score/shaped": scores, "shaping/weight": [bridge.weight(step)]}
+    observed |= {f"shaping/{name}": [each[name] for each in terms] for name in terms[0]}
+    for name, values in observed.items():
+        report.observe(name, *values)
     if equal:
         report.count("shaping/equal_raw")
     pairs = list(zip(raw, scores, strict=True))

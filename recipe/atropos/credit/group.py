@@ -58,8 +58,8 @@ class Teacher(BaseModel):
     scale: float = Field(1.0, gt=0, description="Factor of log(teacher's probability / policy's) of a sampled token")
 
     def function(self) -> Callable[[Any], str] | None:
-        """Return the function that ``hint`` names. Raises CreditError if there is none."""
-        return _named(self.hint, "environment.credit.teacher.hint")
+        """Return the function that ``hint`` names. Raises ConfigurationError if there is none."""
+        return None if self.hint is None else named_function(self.hint, "environment.credit.teacher.hint")
 
 
 class Credit(BaseModel):
@@ -148,8 +148,8 @@ class Credit(BaseModel):
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
     def function(self) -> Values | None:
-        """Return the function that ``values`` names. Raises CreditError if there is none."""
-        return _named(self.values, "environment.credit.values")
+        """Return the function that ``values`` names. Raises ConfigurationError if there is none."""
+        return None if self.values is None else named_function(self.values, "environment.credit.values")
 
 
 _SPANS = {
@@ -166,13 +166,14 @@ _UNREAD: dict[str, set[str]] = {  # keys and overrides that each leaves without 
 _UNREAD["teacher"] = {"method", *set().union(*_UNREAD.values())}
 
 
-def _named(name: str | None, key: str) -> Callable[..., Any] | None:
+def named_function(name: str, key: str) -> Callable[..., Any]:
+    """Return the function that a configuration's ``key`` names. Raises ConfigurationError if there is none."""
     try:
-        found = None if name is None else pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(name)
     except Exception as error:  # of the module too
-        raise CreditError(f"{key}={name}: {error!r}; give MODULE:function") from error
-    if found is not None and not callable(found):
-        raise CreditError(f"{key}={name}: no function, but {found!r:.80}")
+        raise ConfigurationError(f"{key}={name}: {error!r}; give MODULE:function") from error
+    if not callable(found):
+        raise ConfigurationError(f"{key}={name}: no function, but {found!r:.80}")
     return found
 
 

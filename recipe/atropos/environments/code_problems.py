@@ -7,15 +7,16 @@ builds the sandbox job of a problem and an answer.
 
 import ast
 import builtins
+import itertools
 import logging
 import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from recipe.atropos.environments.data_sets import load_dataset
-from recipe.atropos.environments.sandbox.runner import Job
+from recipe.atropos.environments.sandbox.runner import Job, Tests
 from recipe.atropos.environments.word_problems import Split, split_of
 from recipe.atropos.errors import ConfigurationError
 
@@ -26,16 +27,12 @@ _HELD_OUT_SHARE = 5  # one problem in five of a dataset with a single split
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-class Problem(TypedDict):
-    """A problem: ``question`` is the prompt; ``begun`` the beginning of the program to complete, or ""; ``names`` are
-    the names of an answer that ``tests`` use; ``setup`` is executed before the tests, in their process."""
+class Problem(Tests):
+    """A problem: ``question`` is the prompt; ``begun`` the beginning of the program to complete, or ""."""
 
     task: str
     question: str
     begun: str
-    names: list[str]
-    setup: str
-    tests: str
     gold: str
 
 
@@ -216,13 +213,7 @@ def generate(split: Split, size: int, seed: int = 0) -> Iterator[dict[str, Any]]
         ConfigurationError: there are not that many.
     """
     rng = random.Random(f"code problems, {split}, {seed}")
-    every = [
-        (name, reduction, condition, k)
-        for name in _NAMES
-        for reduction in _REDUCTIONS
-        for condition in CONDITIONS
-        for k in range(2, 99)
-    ]
+    every = list(itertools.product(_NAMES, _REDUCTIONS, CONDITIONS, range(2, 99)))
     rng.shuffle(every)
     rows = 0
     for name, reduction, condition, k in every:

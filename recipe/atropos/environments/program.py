@@ -26,13 +26,12 @@ import json
 import logging
 import math
 import os
-import pkgutil
 import shlex
 import tempfile
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,10 @@ from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.credit.group import named_function
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
-from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
+from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.sessions.counts import count_session
@@ -60,8 +60,6 @@ _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
 _HELD_OUT = 0.2  # of the items, if no others are given
 _SHARE = 0.9  # of an item's time; the rest is for what follows
-
-Item = Any
 
 
 class SessionsEnvConfig(ItemsEnvConfig):
@@ -207,7 +205,7 @@ class ProgramEnv(SessionsEnv):
             raise ConfigurationError("--env.command is empty; give a program and its arguments")
         for name in ("agent", "score"):
             if (target := getattr(config, name)) is not None:
-                _function(name, target)
+                named_function(target, f"--env.{name}")
         if config.items is None:
             raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
         train = _items("items", config.items, "train")
@@ -215,7 +213,8 @@ class ProgramEnv(SessionsEnv):
 
     async def play(self, item: Item, opened: Opened) -> Any:
         if self.config.agent:
-            return await _function("agent", self.config.agent)(item, opened.base_url, opened.api_key)
+            agent = named_function(self.config.agent, "--env.agent")
+            return await agent(item, opened.base_url, opened.api_key)
         return await self._execute(item, opened)
 
     async def _execute(self, item: Item, opened: Opened) -> Any:
@@ -253,7 +252,7 @@ class ProgramEnv(SessionsEnv):
             finally:
                 await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
         if self.config.score is not None:
-            scored = await asyncio.to_thread(_function("score", self.config.score), item, output)
+            scored = await asyncio.to_thread(named_function(self.config.score, "--env.score"), item, output)
             return await scored if inspect.isawaitable(scored) else scored
         if status != 0:
             logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
@@ -301,14 +300,6 @@ def _holds_reward(line: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return "reward" in found if isinstance(found, dict) else isinstance(found, float) or type(found) is int
-
-
-def _function(name: str, target: str) -> Callable[..., Any]:
-    """Return a function of the configuration. Raises ConfigurationError if there is none."""
-    try:
-        return pkgutil.resolve_name(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(f"--env.{name}={target}: {error}; give MODULE:function") from error
 
 
 def _items(name: str, source: str, split: str) -> list[Item]:

@@ -95,9 +95,12 @@ class ReasoningEnv(SingleTurnEnv):
         return found or 0.0
 
     async def eval_sample(self, problem: Problem, conversation: Conversation) -> dict[str, Any]:
-        score = self.task_score(conversation.answer, problem)
-        known = {"question": problem["question"], "gold": problem["answer"]}
-        return {**known, "answer": conversation.answer, "score": score}
+        return {
+            "question": problem["question"],
+            "gold": problem["answer"],
+            "answer": conversation.answer,
+            "score": self.task_score(conversation.answer, problem),
+        }
 
     def eval_summary(self, samples: list[dict[str, Any]]) -> dict[str, float]:
         """Return the share of full scores, and the mean score."""

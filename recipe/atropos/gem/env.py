@@ -15,8 +15,8 @@ r"""An Atropos environment as a ``gem.Env`` (package gem-llm), for frameworks th
 
 import logging
 import math
-import weakref
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gem.utils.constants import TERMINAL_STATE
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.gem.outer_policy import ActionRequest, Episode, Messages, NothingCame
+from recipe.atropos.gem.outer_policy import ActionRequest, Episode, Messages
 from recipe.atropos.gem.stepped_env import (
     GRACE,
     SteppedEnvironment,
@@ -105,6 +105,8 @@ class AtroposEnv(gem.Env):
 
     training_step: int | None = None
     """Current step of the trainer; only a reward bridge with ``fade`` reads it."""
+    _episode: Episode | None = None
+    _closed = False
 
     def __init__(
         self,
@@ -131,11 +133,13 @@ class AtroposEnv(gem.Env):
         own = {} if tokenizer is None else {"tokenizer_name": tokenizer}
         self._config = configured(self._class, {**_INSTEAD, **(config or {}), **own})
         self._timeout = timeout
-        self._session = _Session()
+        self._environment: SteppedEnvironment | None = None
         self._ask: ActionRequest | None = None  # the answer that the environment waits for
         self._last: dict[str, Any] | None = None
-        self._unscored: int | None = 0  # unscored episodes since the first; None once one was scored
-        weakref.finalize(self, self._session.close, wait=False)  # it may run in the event loop's own thread
+        self._unscored = 0.0  # unscored episodes since the first; -inf once one was scored
+
+    def __del__(self) -> None:
+        self._end_episode(wait=False)  # it may run in the event loop's own thread
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Begin an episode with the next item; with ``seed``, with the first of an environment set up with that seed.
@@ -150,23 +154,21 @@ class AtroposEnv(gem.Env):
             RewardBridgeError: a pattern of the reward bridge cannot match anything.
             Exception: what the environment raised.
         """
-        session = self._session
-        if session.closed:
+        if self._closed:
             raise RuntimeError(f"{self._class.__name__} is closed; make another")
-        self._ask = None
-        session.end_episode()
+        self._end_episode()
         super().reset(seed)
-        if seed is None and session.environment is None:
+        if seed is None and self._environment is None:
             seed = self._arguments["seed"]
         if seed is not None and "seed" in type(self._config).model_fields:
-            session.environment = SteppedEnvironment(self._class, self._config.model_copy(update={"seed": seed}))
-        elif session.environment is None:
-            session.environment = shared_environment(self._class, self._config)
-        session.environment.set_up(self._timeout)
+            self._environment = SteppedEnvironment(self._class, self._config.model_copy(update={"seed": seed}))
+        elif self._environment is None:
+            self._environment = shared_environment(self._class, self._config)
+        self._environment.set_up(self._timeout)
         if self._bridge is not None:
-            check_literals(self._bridge, session.environment.base.tokenizer)
+            check_literals(self._bridge, self._environment.base.tokenizer)
         for skipped in range(_IN_A_ROW):
-            session.episode = session.environment.begin()
+            self._episode = self._environment.begin()
             event = self._next("its beginning")
             if isinstance(event, ActionRequest):
                 observation, info = self._observe(event, cut=False)
@@ -189,9 +191,9 @@ class AtroposEnv(gem.Env):
         """
         if self._ask is None:
             raise RuntimeError(f"{self._class.__name__} waits for no answer; call reset() to begin an episode")
-        answer = self._ask.answer(action, self._session.environment.base.tokenizer)
+        answer = self._ask.answer(action, self._environment.base.tokenizer)
         cut = answer.finish_reason == "length"
-        made = self._session.episode.made
+        made = self._episode.made
         event = self._next("an answer")
         if isinstance(event, ActionRequest):
             observation, info = self._observe(event, cut)
@@ -210,8 +212,21 @@ class AtroposEnv(gem.Env):
         Raises:
             TimeoutError: the rollout continues although it was canceled.
         """
-        self._ask = None
-        self._session.close()
+        self._closed = True
+        try:
+            self._end_episode()
+        finally:
+            self._environment = None
+
+    def _end_episode(self, wait: bool = True) -> None:
+        """End the episode. Raises TimeoutError if its rollout continues although it was canceled."""
+        self._ask, episode, self._episode = None, self._episode, None
+        if episode is None:
+            return
+        episode.close()
+        if wait and not episode.wait(GRACE):
+            name = self._class.__name__
+            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
 
     def spawn(self, same_state: bool = False, **kwargs: Any) -> "AtroposEnv":
         """Return another environment with the same arguments, except ``kwargs``."""
@@ -230,7 +245,7 @@ class AtroposEnv(gem.Env):
         for group in info["groups"]:
             check_no_advantages(group, name)
             try:
-                terms = [bridge.terms(*each) for each in judged(self._session.environment.base.tokenizer, group)]
+                terms = [bridge.terms(*each) for each in judged(self._environment.base.tokenizer, group)]
             except TimeoutError as error:
                 return math.nan, info | {"scores": [], "unscored": str(error)}
             pairs = zip(group["scores"], terms, strict=True)
@@ -239,28 +254,30 @@ class AtroposEnv(gem.Env):
 
     def _next(self, after: str) -> ActionRequest | Any:
         """Return the next request of the environment, or what it made of the item."""
-        session, name = self._session, self._class.__name__
+        name = self._class.__name__
         self._ask = None
-        try:
-            event = session.episode.next(self._timeout)
-        except NothingCame:
-            session.end_episode()
+        event = self._episode.next(self._timeout)
+        if event is None:
+            self._end_episode()
             raise TimeoutError(
                 f"{name}: no call of its server and no end within {self._timeout:g} s of {after}; "
                 "if it needs longer, give a larger timeout"
-            ) from None
+            )
+        if isinstance(event, ActionRequest):
+            return event
+        self._episode = None
+        try:
+            return event.result()
+        except CancelledError as error:
+            raise RuntimeError(f"the rollout of {name} was canceled") from error
         except Exception as error:
-            session.episode = None
             error.add_note(f"raised by the environment {name} after {after}")
             raise
-        if not isinstance(event, ActionRequest):
-            session.episode = None
-        return event
 
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
         new = _new_messages(ask)
         self._ask = ask
-        info = {
+        return "\n\n".join(map(_text, new)) if new else ask.prompt, {
             "messages": ask.messages,
             "prompt": ask.prompt,
             "prompt_ids": ask.prompt_ids,
@@ -273,45 +290,15 @@ class AtroposEnv(gem.Env):
             "cut": cut,
             "use_tool": bool(new) and new[-1].get("role") == "tool",
         }
-        return "\n\n".join(map(_text, new)) if new else ask.prompt, info
 
     def _count(self, unscored: str | None) -> None:
-        if unscored is None:
-            self._unscored = None
-        elif self._unscored is not None:
-            self._unscored += 1
-            if self._unscored == _IN_A_ROW:
-                self._unscored = 0
-                raise NeverScored(
-                    f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
-                    f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
-                )
-
-
-class _Session:
-    """State of one `AtroposEnv`, without a reference to it, so that it can be garbage-collected."""
-
-    def __init__(self) -> None:
-        self.environment: SteppedEnvironment | None = None
-        self.episode: Episode | None = None
-        self.closed = False
-
-    def end_episode(self, wait: bool = True) -> None:
-        """End the episode. Raises TimeoutError if its rollout continues although it was canceled."""
-        episode, self.episode = self.episode, None
-        if episode is None:
-            return
-        episode.close()
-        if wait and not episode.wait(GRACE):
-            name = type(self.environment.base).__name__
-            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
-
-    def close(self, wait: bool = True) -> None:
-        self.closed = True
-        try:
-            self.end_episode(wait)
-        finally:
-            self.environment = None
+        self._unscored = -math.inf if unscored is None else self._unscored + 1
+        if self._unscored == _IN_A_ROW:
+            self._unscored = 0.0
+            raise NeverScored(
+                f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
+                f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
+            )
 
 
 def _new_messages(ask: ActionRequest) -> Messages:

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -89,10 +89,6 @@ def as_served(text: str, tokenizer: Any, max_tokens: int | None = None, stop: Se
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True), token_ids, "length")
 
 
-class NothingCame(Exception):
-    """Neither a request nor an end came in the given time."""
-
-
 class Episode:
     """Channel between one rollout, in the event loop's thread, and the code that answers its calls, in any other."""
 
@@ -138,25 +134,15 @@ class Episode:
         finally:
             self._waiting.difference_update(asks)
 
-    def next(self, timeout: float) -> ActionRequest | Any:
-        """Return the next request of the environment, or the result of its rollout.
-
-        Raises:
-            NothingCame: neither came within ``timeout`` seconds.
-            Exception: what the rollout raised.
-        """
+    def next(self, timeout: float) -> ActionRequest | Future[Any] | None:
+        """Return the environment's next request, or its rollout's outcome; None if neither came in ``timeout`` s."""
         deadline = time.monotonic() + timeout
         while True:
             try:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                raise NothingCame from None
-            if not isinstance(event, ActionRequest):
-                try:
-                    return event.result()
-                except CancelledError as error:
-                    raise RuntimeError("the rollout was canceled") from error
-            if not event.future.cancelled():
+                return None
+            if not isinstance(event, ActionRequest) or not event.future.cancelled():
                 return event
 
     def close(self) -> None:

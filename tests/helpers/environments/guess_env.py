@@ -6,7 +6,6 @@ environments do; `SeededGuessEnv` draws them by a seed of its own.
 
 import asyncio
 import random
-import time
 from typing import Any, Literal
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
@@ -125,8 +124,6 @@ class GuessEnv(BaseEnv):
             raise KeyError("in the second turn")
         if self.config.mood == "exits":
             raise SystemExit(3)
-        if self.config.mood == "blocks":
-            time.sleep(2)
 
     async def _answer(self, managed, messages, tokens, masks):
         """(text, all tokens, all masks) with one more answer."""

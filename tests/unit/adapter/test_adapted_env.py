@@ -4,7 +4,7 @@ import inspect
 
 from atroposlib.envs.base import BaseEnv
 
-from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
+from recipe.atropos.adapter.adapted_env import AdaptedEnv
 from recipe.atropos.adapter.flags import CommandLine
 from recipe.atropos.adapter.lifecycle import Lifecycle
 from recipe.atropos.adapter.posting import PostingEnv
@@ -25,12 +25,3 @@ def test_adapted_env_takes_no_public_name():
     known |= {"api_timeout", "trainer_timeout", "retry_seconds", "longest_wait"}
     own = {name for cls in (*FRONT, *BEHIND) for name in vars(cls) if not name.startswith("_")}
     assert own - known <= set(dir(BaseEnv)), own - known - set(dir(BaseEnv))
-
-
-def test_adapted_env_keeps_the_arguments_of_what_it_overrides():
-    class Env(BaseEnv):
-        async def get_next_item(self): ...
-        async def evaluate(self): ...
-
-    own = inspect.signature(BaseEnv.handle_send_to_api).parameters
-    assert list(inspect.signature(adapt(Env).handle_send_to_api).parameters) == list(own)

@@ -13,17 +13,6 @@ from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item,
 from recipe.atropos.adapter.token_keys import key_of, keys_of
 
 
-def test_cache_keeps_earlier_turns_tokens_in_later_prompts(cache, tokenizer, prompt):
-    one = sampled(cache, prompt, "a", "b", "c ", END)  # the text "abc " would be encoded as "ab", "c", " "
-    second = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
-    assert second == ids_of(tokenizer, *prompt, *one.tokens.tolist(), "\n<|im_start|>user\nnext<|im_end|>\n") + ids_of(
-        tokenizer, "<|im_start|>assistant\n"
-    )
-    two = sampled(cache, second, "d", "e", END)
-    third = cache.restore_sampled(chat(tokenizer, "go", "abc", "next", "de", "last"))
-    assert third[: len(second) + 3] == second + two.tokens.tolist()
-
-
 def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
     prompt = ids_of(tokenizer, "Q:")
     sampled(cache, prompt, "a")
@@ -88,16 +77,6 @@ def test_sampled_replies_of_same_tokens_match_by_logprobs(cache, tokenizer, prom
         assert row.logprobs[len(prompt)] == first and not counts["other_logprobs"]
 
 
-def test_cache_prefers_replies_of_the_same_item(cache, tokenizer, prompt):
-    sampled(cache, prompt, "ab", END, first=-0.1)
-    ITEM.set(Item())
-    sampled(cache, prompt, "ab", END, first=-0.2)
-    sampled_later = cache.restore_sampled(chat(tokenizer, "go", "ab", "next"))
-    assert sampled_later
-    posted = chat(tokenizer, "go", "ab", add_generation_prompt=False)
-    assert restored(cache, posted, len(prompt))[0].logprobs[len(prompt)] == -0.2
-
-
 async def test_items_in_flight_together_post_each_their_own_replies(drifting_model):
     class Alike(Scripted):
         async def collect_trajectories(self, item):
@@ -159,14 +138,6 @@ def test_promises_reply_with_other_white_space_is_found(cache, tokenizer, prompt
         assert trained(row) == reply.tokens.tolist()
         assert {v for v, m in zip(row.values["advantages"], row.masks, strict=True) if m != I} == {0.5}
     assert cache.restore_sampled(chat(tokenizer, "go", "acb", "next")) == chat(tokenizer, "go", "acb", "next")
-
-
-def test_restore_trains_a_begun_answer_from_its_sampled_part(cache, tokenizer):
-    started = ids_of(tokenizer, *chat(tokenizer, "go"), "<x>")
-    sampled(cache, started, "a", "b", END)
-    posted = chat(tokenizer, "go", "<x>ab", add_generation_prompt=False)
-    row, _ = restored(cache, posted, len(started) - 3)
-    assert row.masks == [I] * len(started) + ids_of(tokenizer, "a", "b", END) + [I]
 
 
 @pytest.mark.parametrize(("first", "last"), [("<x>", ""), ("", "<y>")])

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-import timeit
 
 import numpy as np
 import pytest
@@ -88,26 +87,6 @@ def test_sampled_replies_that_merge_are_kept_in_every_turn(begun, tokenizer):
         row, _ = restored(cache, posted["tokens"], posted["masks"])
         assert trained(row) == [token for reply in replies for token in reply.tokens.tolist()]
         assert row.tokens[: len(prompt)] == prompt, "each was sampled after exactly these"
-
-
-def test_merged_replies_of_other_turns_cost_no_time(tokenizer):
-    """A prompt takes about as long beside all turns of a group of long rollouts as alone."""
-    ITEM.set(Item())
-    cache, rollouts = CompletionCache(tokenizer), [[USER] for _ in range(12)]
-
-    def prompt_of(messages):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(text)
-
-    for turn, (rollout, messages) in itertools.product(range(16), enumerate(rollouts)):
-        text = "".join(random.Random(f"{turn} {rollout}").choices("abcde", k=100))
-        reply_to(cache, cache.restore_sampled(prompt_of(messages)), text)
-        messages += [{"role": "assistant", "content": text}, {**USER, "content": "x" * 100}]
-    asked, seconds = prompt_of(rollouts[0]), {}
-    for item in (ITEM.get(), None):
-        ITEM.set(item)
-        seconds[item is None] = min(timeit.repeat(lambda: cache.restore_sampled(asked), number=1, repeat=5))
-    assert seconds[False] < 5 * seconds[True], seconds
 
 
 def test_sampled_text_that_only_looks_merged_is_not_trained_on(tokenizer):

@@ -252,13 +252,3 @@ async def test_trajectories_of_several_rows_are_sent_whole(folder):
     assert sent["group_overrides"]["trajectory"] == [0, 1, 2, 0, 3] and len(sent["tokens"]) == 5
     assert env.report.counts["not_sent/wrong_size"] == 1
     assert env.report.metrics()["env/score"] == pytest.approx(2 / 7), "of four and three trajectories"
-
-
-async def test_reward_bridge_judges_all_rows_of_a_trajectory(folder):
-    """Two rows of one trajectory get one score: its length is 4 tokens, the others' is 1."""
-    env = await shaped_env(folder, {"length_bounty": {"target": 0, "slope": 0.01, "cap": 0.2}})
-    tokens = [[5, 6, 7], [5, 8], [5, 6, 7], [5, 9], [5, 9]]
-    group = {"tokens": tokens, "masks": [[-100, *ids[1:]] for ids in tokens], "scores": [1, 0, 1, 0, 0]}
-    [sent] = await posted(env, group | {"group_overrides": {"trajectory": [4, 1, 4, 2, 3]}})
-    assert sent["scores"] == pytest.approx([1.04, 0.01, 1.04, 0.01, 0.01])
-    assert sent["group_overrides"]["raw_scores"] == [1, 0, 1, 0, 0]

@@ -5,12 +5,14 @@ import re
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from helpers.loss import in_the_loss
 from helpers.trainer import random_group
 from recipe.atropos.adapter.flags import UsageError, take_settings
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import Credit, CreditError, _decisions, add_credit
+from recipe.atropos.credit.rules import PAPERS
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.errors import ConfigurationError
 
@@ -30,18 +32,14 @@ def values_of(group):
     return found
 
 
-def grpo(scores):
-    return (np.array(scores) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-6)
+@pytest.fixture
+def tokenizer(model_path):
+    return AutoTokenizer.from_pretrained(model_path)
 
 
 @pytest.fixture
 def group():
     return random_group(np.random.default_rng(0), V, turns=3, size=4) | {"scores": [1.0, 0.0, 0.0, 1.0]}
-
-
-def test_credit_without_values_is_outcome_grpo(group):
-    add_credit(group, Credit())
-    assert values_of(group) == [pytest.approx([value] * 3, abs=1e-5) for value in grpo(group["scores"])]
 
 
 def test_credit_of_turn_values_by_hand(group):
@@ -117,10 +115,7 @@ def reached(item, text):
     return sum(word in text for word in item) / len(item)
 
 
-def test_credit_of_parts_of_a_turn_by_a_function(model_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+def test_credit_of_parts_of_a_turn_by_a_function(tokenizer):
     texts = ["12 + 7 = 19 so 19 - 4 = 15", "12 + 7 = 19 so 19 - 4 = 16"]
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     group = {"tokens": [[1, 2, *row] for row in rows], "masks": [[-100, -100, *row] for row in rows]}
@@ -144,11 +139,8 @@ def test_credit_of_parts_of_a_turn_by_a_function(model_path):
                      " it is \\boxed{3} <answer>", "3</answer>"]),
     ],
 )  # fmt: skip
-def test_credit_of_named_spans(model_path, spans, parts, special):
+def test_credit_of_named_spans(tokenizer, spans, parts, special):
     """Also where the markers are special tokens, which the text for values is without."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
     if special:
         markers = [f"<{end}{name}>" for end in ("", "/") for name in ("think", "tool_call", "answer")]
         tokenizer.add_special_tokens({"additional_special_tokens": markers})
@@ -168,11 +160,8 @@ def heard(item, text):
 
 
 @pytest.mark.parametrize("pattern", [r"= \d+", "\n", r"\w*", "👍", "none", r"(?s:.*)"])
-def test_credit_cuts_a_turn_after_each_match(model_path, pattern):
+def test_credit_cuts_a_turn_after_each_match(tokenizer, pattern):
     """A part ends with the first token that covers its match; one of several characters may hold two matches."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
     text = "a = 1\nbb = 22\n7 × 3 = 21 äöü 👍 and\nccc = 333\nend"
     row = tokenizer.encode(text, add_special_tokens=False)
     group = {"tokens": [[1, 2, *row]], "masks": [[-100, -100, *row]], "scores": [1.0]}
@@ -243,28 +232,24 @@ def test_credit_tells_long_histories_in_arrays_apart():
         ({"branches": [None, [0], None, None]}, "branches=.*: sequence 1: not enough values"),
         ({"branches": [None, None]}, "branches=.*: sequence 2: list index out of range"),
         ({"branches": 3}, "branches=3: sequence 0"),
+        *(({"turn_values": [[x, 0.5, 1.0]] * 4}, "each must be a finite number") for x in (np.nan, np.inf, None)),
+        ({}, "vineppo: give values, or turn_values in group_overrides"),
+        ({}, "mt_grpo: give values, or turn_values in group_overrides"),
+        ({"turn_values": [[0.5] * 3] * 4}, "gigpo: group_overrides has turn_values"),
+        ({"branches": [None, [0, 1], None, None]}, "gigpo: group_overrides has branches"),
     ],
 )
-def test_credit_names_what_is_missing(group, overrides, message):
-    group["group_overrides"] = overrides
+def test_credit_names_what_is_missing_or_not_read(group, overrides, message):
+    """By a method, if the message begins with it."""
+    group["group_overrides"], method = overrides, message.partition(": ")[0]
     with pytest.raises(CreditError, match=message):
-        add_credit(group, Credit())
+        add_credit(group, Credit(method=method) if method in PAPERS else Credit())
 
 
-@pytest.mark.parametrize(
-    ("credit", "overrides", "message"),
-    [
-        ({"method": "vineppo"}, {}, "vineppo: give values, or turn_values in group_overrides"),
-        ({"method": "mt_grpo"}, {}, "mt_grpo: give values, or turn_values in group_overrides"),
-        ({"method": "gigpo"}, {"turn_values": [[0.5] * 3] * 4}, "gigpo: group_overrides has turn_values"),
-        ({"method": "gigpo"}, {"branches": [None, [0, 1], None, None]}, "gigpo: group_overrides has branches"),
-        ({"shrink": 1.0}, {"turn_values": [[0.5] * 3] * 4}, "progress: group_overrides has turn_values"),
-    ],
-)
-def test_credit_refuses_what_a_method_does_not_read(group, credit, overrides, message):
-    group["group_overrides"] = overrides
-    with pytest.raises(CreditError, match=message):
-        add_credit(group, Credit(**credit))
+def test_credit_does_not_shrink_values_of_the_environment(group):
+    group["group_overrides"] = {"turn_values": [[0.5] * 3] * 4}
+    with pytest.raises(CreditError, match="progress: group_overrides has turn_values"):
+        add_credit(group, Credit(shrink=1.0))
 
 
 @pytest.mark.parametrize("each", [lambda row: [0.0] * len(row), lambda row: 0.5], ids=["tokens", "sequences"])
@@ -285,6 +270,15 @@ def test_credit_refuses_a_group_with_advantages(group, each):
         ({"weight": 0.5}, "progress leaves no effect to weight"),
         ({"shrink": 1, "values": "a:b"}, "progress leaves no effect to shrink"),
         ({"spans": "x"}, r"environment.credit={'spans': 'x'}: .*spans=x: parts of turns need values"),
+        ({"teacher": {}}, "own server knows no more; give hint or base_url"),
+        ({"teacher": {"hint": "a:b", "api_key_env": "KEY"}}, "teacher.api_key_env is for base_url"),
+        ({"teacher": {"base_url": "teacher:1"}}, "teacher.base_url=teacher:1: "),
+        ({"teacher": {"base_url": "http://key@teacher"}}, "teacher.base_url=http://key@teacher: "),
+        ({"teacher": {"hint": "solution"}}, "teacher.hint=solution: "),
+        *(
+            ({"teacher": {"hint": "a:b"}, key: value}, f"teacher leaves no effect to {key};")
+            for key, value in {"values": "a:b", "spans": "turns", "lam": 0.5, "gamma": 1.0}.items()
+        ),
     ],
 )
 def test_credit_settings_are_checked_by_name(given, message):
@@ -298,15 +292,6 @@ def test_credit_settings_travel_as_a_flag():
     assert take_settings(flags).credit == Credit.parse(given, "environment.credit")
     with pytest.raises(UsageError, match="--adapter.credit="):
         take_settings(['--adapter.credit={"lam": 3}'])
-    with pytest.raises(CreditError, match="environment.credit.values=json:nothing"):
-        Credit(values="json:nothing").function()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
-def test_credit_refuses_values_that_are_no_number(group, value):
-    group["group_overrides"] = {"turn_values": [[value, 0.5, 1.0]] + [[0.0, 0.5, 1.0]] * 3}
-    with pytest.raises(CreditError, match="each must be a finite number"):
-        add_credit(group, Credit())
 
 
 def test_credit_of_no_trained_token_is_zero(group):
@@ -317,9 +302,9 @@ def test_credit_of_no_trained_token_is_zero(group):
     )
 
 
-def test_credit_names_the_function_that_fails(group):
-    for given in ("nowhere:f", "os:sep", "os..path:join"):
-        with pytest.raises(CreditError, match=f"environment.credit.values={given}"):
+def test_credit_names_the_function_that_fails():
+    for given in ("nowhere:f", "json:nothing", "os:sep", "os..path:join"):
+        with pytest.raises(ConfigurationError, match=f"environment.credit.values={given}"):
             Credit(values=given).function()
 
 
@@ -367,27 +352,6 @@ def test_credit_of_a_teacher_by_hand():
 def test_credit_of_a_teacher_refuses_what_has_no_effect(changes, taught, message):
     with pytest.raises(CreditError, match=message):
         add_credit(judged_group() | changes, TAUGHT, taught=taught)
-
-
-@pytest.mark.parametrize(
-    ("teacher", "message"),
-    [
-        ({}, "own server knows no more; give hint or base_url"),
-        ({"hint": "a:b", "api_key_env": "KEY"}, "teacher.api_key_env is for base_url"),
-        ({"base_url": "teacher:1"}, "teacher.base_url=teacher:1: "),
-        ({"base_url": "http://key@teacher"}, "teacher.base_url=http://key@teacher: "),
-        ({"hint": "solution"}, "teacher.hint=solution: "),
-    ],
-)
-def test_credit_of_a_teacher_is_checked_by_name(teacher, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Credit.parse({"teacher": teacher}, "environment.credit")
-
-
-@pytest.mark.parametrize("other", [{"values": "a:b"}, {"spans": "turns"}, {"lam": 0.5}, {"gamma": 1.0}])
-def test_credit_of_a_teacher_leaves_no_effect_to_other_keys(other):
-    with pytest.raises(ConfigurationError, match=f"teacher leaves no effect to {next(iter(other))};"):
-        Credit.parse({"teacher": {"hint": "a:b"}} | other, "environment.credit")
 
 
 def test_credit_gate_takes_scores_where_no_bridge_shaped_them():

@@ -5,7 +5,6 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from helpers.items import asked
 from recipe.atropos.environments.gsm8k import GSM8kEnv, is_correct, length_penalty
 from recipe.atropos.environments.word_problems import SYNTHETIC
 
@@ -57,27 +56,10 @@ def test_gsm8k_mixed_group_scores_plus_and_minus_one(env, node):
     assert env.percent_correct_buffer == [1.0, 0.0, 1.0, 0.0]
 
 
-def test_a_group_of_equal_scores_is_left_to_whoever_sends_it(env, node):
-    for answer, score in ((r"\boxed{8}", -1.0), (r"\boxed{7}", 1.0)):
-        assert asyncio.run(env.score(ITEM, [node(env, answer)] * 4))["scores"] == [score] * 4
-
-
 def test_where_all_are_right_long_answers_get_less(env, node):
     nodes = [node(env, r"\boxed{7}"), node(env, r"\boxed{7}", prompt=70)]
     scores = asyncio.run(env.score(ITEM, nodes))["scores"]
     assert scores[0] == 1.0 and 0 < scores[1] < 1
-
-
-def test_gsm8k_problems_come_once_an_epoch_in_a_new_order(env, tmp_path):
-    """A resumed environment goes on."""
-    first, second = ([row["question"] for row in asked(env, 50)] for _ in range(2))
-    assert len(set(first)) == 50 and set(first) == set(second) and first != second
-    env.checkpoint_dir, env.wandb_prepend, env.curr_step = str(tmp_path), "gsm8k_0", 7
-    env.save_checkpoint(7)
-    following = asked(env, 1)
-    env.position = 0
-    env.load_checkpoint()
-    assert asked(env, 1) == following
 
 
 def test_answers_stay_below_the_trainers_limit(env):

@@ -13,8 +13,7 @@ from recipe.atropos.adapter.restore import group_of_nodes
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.credit.group import Credit, add_credit
-from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits, trained_spans
+from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.environments import calculator, gsm8k
 from recipe.atropos.environments.word_problems import SYNTHETIC, progress
 from recipe.atropos.run.folder import RunDir
@@ -54,21 +53,6 @@ def test_progress_of_calls_needs_no_reply():
     assert calculator.steps_done(ROW, call("12 + 7") + call("19 - 4")) == pytest.approx(1 / 3)
 
 
-def test_credit_of_steps_and_the_answer(make, node):
-    """Of two wrong answers, the one that got further is better up to there; what follows the step is not."""
-    env = make(gsm8k.GSM8kEnv)
-    nodes = [node(env, r"12 + 7 = 19 so \boxed{16}"), node(env, r"12 + 7 = 18 so \boxed{14}")]
-    group = group_of_nodes(nodes, [-1.0, -1.0])
-    add_credit(group, STEPS.model_copy(update={"lam": 0.0}), env.tokenizer, ROW)
-    for one, advantages, sign in zip(nodes, group["advantages"], (1, -1), strict=True):
-        [(start, end)] = trained_spans(one.masked_tokens)
-        text = env.tokenizer.decode([t for t, a in zip(one.tokens, advantages, strict=True) if sign * a > 0])
-        assert text.startswith("12 + 7 = 1") and "boxed" not in text
-        rest = [t for t, a in zip(one.tokens, advantages, strict=True) if sign * a < 0]
-        assert "boxed" in env.tokenizer.decode(rest), "what was reached is lost"
-        assert all(advantages[start:end]) and not any(advantages[:start])
-
-
 def test_credit_of_calls(make, node):
     env = make(calculator.CalculatorEnv)
     right = node(env, "<call>12 + 7</call>", "<call>19 - 4</call>", r"\boxed{15}")
@@ -88,20 +72,6 @@ def test_credit_of_presets():
     for preset, expected in (("advantages", STEPS), ("calculator_advantages", CALLS)):
         credit = load_config([f"preset={preset}"]).environment.credit
         assert Credit.parse(OmegaConf.to_container(credit), "environment.credit") == expected
-
-
-def test_promises_the_trainer_reads_each_tokens_advantage(make, node):
-    env = make(calculator.CalculatorEnv)
-    nodes = [node(env, "<call>12 + 7</call>", r"\boxed{15}"), node(env, "<call>1 + 7</call>", r"\boxed{8}")]
-    group = group_of_nodes(nodes, [1.0, -1.0])
-    add_credit(group, CALLS, env.tokenizer, ROW)
-    rows, report = groups_to_data_proto([group], RowLimits(110, 0), multiple_of=2)
-    assert not report.dropped and rows.non_tensor_batch["has_advantages"].all()
-    mask = rows.batch["response_mask"].bool()
-    for row, (one, advantages) in enumerate(zip(nodes, group["advantages"], strict=True)):
-        sent = [value for value, m in zip(advantages, one.masked_tokens, strict=True) if m != IGNORED]
-        assert rows.batch["atropos_advantages"][row][mask[row]].tolist() == pytest.approx(sent, abs=1e-6)
-    assert not rows.batch["atropos_advantages"][~mask].any()
 
 
 def test_promises_debug_shows_the_advantage_of_each_token(make, node, tmp_path):

@@ -118,7 +118,7 @@ def test_gem_keeps_postprocessing_backlog_and_cleanup(make):
     """They are the environment's own."""
     env = make(config={"mood": "scores later"})
     env.reset()
-    assert env.step("1")[1] == 10.0 and env._session.environment.base.cleaned == 1
+    assert env.step("1")[1] == 10.0 and env._environment.base.cleaned == 1
     env = make(config={"mood": "list of groups"})
     env.reset()
     assert env.step("1")[1] == 2.0, "the mean of all their scores"
@@ -219,13 +219,6 @@ def test_gem_raises_what_goes_wrong_in_the_environment(make, mood, error, messag
     assert tasks(env) == 0
 
 
-def test_gem_names_what_a_group_without_scores_lacks():
-    from recipe.atropos.gem.env import score  # here: gem may be missing
-
-    with pytest.raises(ValueError, match="0 scores for 2 sequences"):
-        score({"tokens": [[1], [2]]}, [])
-
-
 def test_gem_errors_name_their_environment(make):
     """A prompt without room for an answer is an error too."""
     with pytest.raises(ValueError, match="an answer of 0 tokens: its prompt leaves no room") as raised:
@@ -249,7 +242,7 @@ def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
     monkeypatch.setattr(gem_env, "GRACE", 0.5)
     env = make(config={"mood": "ignores the end"})
     env.reset()
-    base, loop = env._session.environment.base, env._session.environment._thread.loop
+    base, loop = env._environment.base, env._environment._thread.loop
     with pytest.raises(TimeoutError, match="goes on 0.5 s after it was canceled"):
         env.reset()
     env.reset()
@@ -259,17 +252,13 @@ def test_an_environment_that_goes_on_after_its_end_is_told(make, monkeypatch):
     assert until(lambda: loop.is_closed() or not asyncio.run_coroutine_threadsafe(count_tasks(), loop).result(10))
 
 
-def test_one_that_waits_for_its_calls_on_the_way_out_ends(make):
-    env = make(config={"mood": "waits for its calls"})
-    env.reset()
-    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1
-
-
-def test_one_that_is_cancelled_and_asks_again_gets_no_answer(make):
-    env = make(config={"mood": "asks again"})
+@pytest.mark.parametrize("mood", ["waits for its calls", "asks again"])
+def test_gem_canceled_environment_gets_no_more_answers(make, mood):
+    """On its way out it may wait for its calls, or make another."""
+    env = make(config={"mood": mood})
     env.reset()
     before = tasks(env)
-    assert env.reset()[0] == FIRST and env._session.environment.base.cancelled == 1 and tasks(env) == before
+    assert env.reset()[0] == FIRST and env._environment.base.cancelled == 1 and tasks(env) == before
 
 
 @pytest.mark.parametrize(
@@ -312,7 +301,7 @@ def test_a_seed_decides_which_items_come(make):
         found = []
         for i in range(count):
             env.reset(seed if i == 0 else None)
-            found.append(env._session.environment.base.number)
+            found.append(env._environment.base.number)
         return found
 
     env = make(SEEDED, seed=5)
@@ -331,8 +320,8 @@ def test_gem_environments_made_alike_share_their_items(tokenizer):
     ones, others = ([AtroposEnv(t, tokenizer=tokenizer.name_or_path) for _ in range(3)] for t in (GUESS, SEEDED))
     for env in ones + others:
         env.reset(4)
-    assert len({id(env._session.environment) for env in ones}) == 1
-    assert len({id(env._session.environment) for env in others}) == 3
+    assert len({id(env._environment) for env in ones}) == 1
+    assert len({id(env._environment) for env in others}) == 3
     assert [env.step(str(i + 1))[2] for i, env in enumerate(ones)] == [True] * 3  # numbers 1, 2 and 3
     for env in ones + others:
         env.close()
@@ -347,7 +336,7 @@ def test_gem_reset_close_and_the_collector_end_what_runs(make):
     env = make()
     for _ in range(5):
         env.reset()
-    assert env._session.environment.base.cancelled == 4
+    assert env._environment.base.cancelled == 4
     assert tasks(env) == 2  # the rollout, and its one trajectory
     [thread] = threads()
     env.close()
@@ -356,13 +345,13 @@ def test_gem_reset_close_and_the_collector_end_what_runs(make):
     left = AtroposEnv(GUESS, tokenizer=env._config.tokenizer_name)
     left.reset()
     [thread] = threads()
-    base = left._session.environment.base
+    base = left._environment.base
     del left
     assert until(lambda: not thread.is_alive()) and base.cancelled == 1
 
     stays, goes = (AtroposEnv(GUESS, tokenizer=env._config.tokenizer_name) for _ in range(2))
     stays.reset(), goes.reset()
-    base = goes._session.environment.base
+    base = goes._environment.base
     del goes
     assert until(lambda: base.cancelled == 1 and tasks(stays) == 2) and stays.step("0")[0] == "higher"
     stays.close()

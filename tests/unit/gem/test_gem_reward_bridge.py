@@ -5,7 +5,6 @@ import math
 import gem
 import pytest
 import yaml
-from gem.envs.registration import make_vec
 
 from helpers.gem import GSM8K, GUESS, SUMS
 from recipe.atropos.algorithm import reward_bridge
@@ -45,11 +44,6 @@ def test_gem_reward_bridge_shapes_the_reward_of_a_step(bridged):
 
 def _bounty():
     return {"target": 0, "slope": 0.01, "cap": 0.2}
-
-
-def test_gem_without_a_reward_bridge_scores_are_the_raw_ones(bridged):
-    reward, info = played(bridged(None), RIGHT)
-    assert reward == 1.0 and info["scores"] == info["raw_scores"] == [1.0]
 
 
 @pytest.mark.parametrize("way", ["file", "mapping", "parsed"])
@@ -116,15 +110,3 @@ def test_gem_reward_bridge_excludes_advantages_of_tokens(bridged):
     env.reset()
     with pytest.raises(RewardBridgeError, match="GuessEnv sends advantages of its own for each token"):
         env.step(RIGHT)
-
-
-@pytest.mark.parametrize("async_mode", [False, True])
-def test_gem_vectors_have_a_reward_bridge(tokenizer, async_mode):
-    arguments = {"tokenizer": tokenizer.name_or_path, "config": SUMS, "reward_bridge": MARKERS}
-    vector = make_vec([register(GSM8K)] * 3, async_mode=async_mode, **arguments)
-    vector.reset()
-    _, rewards, terminated, _, infos = vector.step(["so", "no", "so #### 9"])
-    assert terminated.all() and rewards.tolist() == [-0.75, -1.0, -0.25]
-    assert [info["last_episode"]["raw_scores"] for info in infos] == [[-1.0]] * 3
-    for env in vector.envs:
-        env.close()

@@ -33,7 +33,7 @@ def test_gem_vectorized_environments_run_48_at_once(tokenizer, async_mode):
     vector = make_vec([f"atropos:{GUESS}"] * 48, async_mode=async_mode, tokenizer=tokenizer.name_or_path)
     observations, _ = vector.reset()
     states, rewards, ends = [[] for _ in range(48)], [], 0
-    numbers = [env._session.environment.base.number for env in vector.envs]
+    numbers = [env._environment.base.number for env in vector.envs]
     assert numbers == [48] * 48
     for _ in range(24):
         actions = [bisect(observation, state) for observation, state in zip(observations, states, strict=True)]

@@ -47,13 +47,18 @@ class SandboxLimits:
     memory_mb: int = 512
 
 
-class Job(TypedDict):
-    """Job: ``program`` is the answer; ``setup`` and ``tests``, the problem's own code, use the answer's ``names``."""
+class Tests(TypedDict):
+    """A problem's own code: ``tests``, which use ``names`` of an answer, and ``setup``, executed before them."""
 
-    program: str
     names: list[str]
     setup: str
     tests: str
+
+
+class Job(Tests):
+    """Job: ``program`` is the answer."""
+
+    program: str
 
 
 class ProgramVerdict(NamedTuple):
