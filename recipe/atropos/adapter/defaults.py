@@ -107,13 +107,15 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
     try:
         socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
         info = asyncio.run(_model_info(APIServerConfig(base_url=base_url, api_key=api_key)))
-    except (InferenceError, OSError, ValueError) as error:
-        if isinstance(error, InferenceError) and error.status in (401, 403):
+    except InferenceError as error:
+        if error.status in (401, 403):
             raise WrongKey(
                 f"{error.url}/model_info answers HTTP {error.status}: give the run's key as {API_KEY_VARIABLE}, or as "
                 f"--openai.api_key. A launcher that is given none makes its own: set {API_KEY_VARIABLE} before "
                 "both starts, or start the launcher with environment.target=null, and it shows how to join"
             ) from None
+        return None
+    except (OSError, ValueError):
         return None
     model = info.get("model_path") if isinstance(info, dict) else None  # else another program's page
     return model and (model, info.get("tokenizer_path") or model)

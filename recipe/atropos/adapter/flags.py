@@ -75,7 +75,8 @@ def take_settings(arguments: list[str]) -> AdapterSettings | None:
     Raises:
         UsageError: a flag has no value, or an invalid one.
     """
-    given = {f.removeprefix(PREFIX): value for f in _SETTINGS if (value := take_flag(arguments, f)) is not None}
+    given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
         return AdapterSettings(**given) if given else None
     except ValidationError as error:

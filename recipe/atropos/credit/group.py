@@ -16,7 +16,6 @@ A turn is a run of trained tokens. A token that is not trained has advantage 0. 
 given, in ``credit`` of its ``group_overrides``.
 """
 
-import pkgutil
 import re
 from bisect import bisect_left
 from collections import defaultdict
@@ -31,6 +30,7 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.importing import named_function
 
 Values = Callable[[Any, str], float]
 
@@ -164,17 +164,6 @@ _UNREAD: dict[str, set[str]] = {  # keys and overrides that each leaves without 
     "mt_grpo": {"lam", "shrink", "gamma", "turn_states", "branches"},
 }
 _UNREAD["teacher"] = {"method", *set().union(*_UNREAD.values())}
-
-
-def named_function(name: str, key: str) -> Callable[..., Any]:
-    """Return the function that a configuration's ``key`` names. Raises ConfigurationError if there is none."""
-    try:
-        found = pkgutil.resolve_name(name)
-    except Exception as error:  # of the module too
-        raise ConfigurationError(f"{key}={name}: {error!r}; give MODULE:function") from error
-    if not callable(found):
-        raise ConfigurationError(f"{key}={name}: no function, but {found!r:.80}")
-    return found
 
 
 _OVER_TURNS = {"turn_values", "turn_states", "turn_numbers"}  # overrides with a value for each turn

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.atropos.environments.data_sets import load_dataset
-from recipe.atropos.environments.sandbox.runner import Job, Tests
+from recipe.atropos.environments.sandbox.runner import Job, ProblemCode
 from recipe.atropos.environments.word_problems import Split, split_of
 from recipe.atropos.errors import ConfigurationError
 
@@ -27,7 +27,7 @@ _HELD_OUT_SHARE = 5  # one problem in five of a dataset with a single split
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
-class Problem(Tests):
+class Problem(ProblemCode):
     """A problem: ``question`` is the prompt; ``begun`` the beginning of the program to complete, or ""."""
 
     task: str

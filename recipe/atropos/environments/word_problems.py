@@ -77,10 +77,11 @@ def _one_step(rng: random.Random) -> WordProblem:
     if operator == "+":
         a = rng.randint(1, _LARGEST - 1)
         b = rng.randint(1, _LARGEST - a)
+        result = a + b
     else:
         a = rng.randint(2, _LARGEST)
         b = rng.randint(1, a - 1)
-    result = a + b if operator == "+" else a - b
+        result = a - b
     name, items = rng.choice(_NAMES), rng.choice(_ITEMS)
     return {
         "question": template.format(name=name, items=items, a=a, b=b),

@@ -136,7 +136,7 @@ class AtroposEnv(gem.Env):
         self._environment: SteppedEnvironment | None = None
         self._ask: ActionRequest | None = None  # the answer that the environment waits for
         self._last: dict[str, Any] | None = None
-        self._unscored = 0.0  # unscored episodes since the first; -inf once one was scored
+        self._unscored: int | None = 0  # unscored episodes since the first; None once one was scored
 
     def __del__(self) -> None:
         self._end_episode(wait=False)  # it may run in the event loop's own thread
@@ -277,7 +277,7 @@ class AtroposEnv(gem.Env):
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
         new = _new_messages(ask)
         self._ask = ask
-        return "\n\n".join(map(_text, new)) if new else ask.prompt, {
+        info = {
             "messages": ask.messages,
             "prompt": ask.prompt,
             "prompt_ids": ask.prompt_ids,
@@ -290,15 +290,19 @@ class AtroposEnv(gem.Env):
             "cut": cut,
             "use_tool": bool(new) and new[-1].get("role") == "tool",
         }
+        return "\n\n".join(map(_text, new)) if new else ask.prompt, info
 
     def _count(self, unscored: str | None) -> None:
-        self._unscored = -math.inf if unscored is None else self._unscored + 1
-        if self._unscored == _IN_A_ROW:
-            self._unscored = 0.0
-            raise NeverScored(
-                f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
-                f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
-            )
+        if unscored is None:
+            self._unscored = None
+        elif self._unscored is not None:
+            self._unscored += 1
+            if self._unscored == _IN_A_ROW:
+                self._unscored = 0
+                raise NeverScored(
+                    f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
+                    f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
+                )
 
 
 def _new_messages(ask: ActionRequest) -> Messages:

@@ -1,8 +1,12 @@
-"""Import modules faster."""
+"""Import modules faster, and what a configuration names."""
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from recipe.atropos.errors import ConfigurationError
 
 
 @contextlib.contextmanager
@@ -19,3 +23,14 @@ def gc_disabled() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def named_function(name: str, key: str) -> Callable[..., Any]:
+    """Return the function that a configuration's ``key`` names. Raises ConfigurationError if there is none."""
+    try:
+        found = pkgutil.resolve_name(name)
+    except Exception as error:  # of the module too
+        raise ConfigurationError(f"{key}={name}: {error!r}; give MODULE:function") from error
+    if not callable(found):
+        raise ConfigurationError(f"{key}={name}: no function, but {found!r:.80}")
+    return found

@@ -47,7 +47,7 @@ class SandboxLimits:
     memory_mb: int = 512
 
 
-class Tests(TypedDict):
+class ProblemCode(TypedDict):
     """A problem's own code: ``tests``, which use ``names`` of an answer, and ``setup``, executed before them."""
 
     names: list[str]
@@ -55,7 +55,7 @@ class Tests(TypedDict):
     tests: str
 
 
-class Job(Tests):
+class Job(ProblemCode):
     """Job: ``program`` is the answer."""
 
     program: str
