@@ -233,7 +233,7 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
         return
     begun = service.queue.claim(ticket)
     if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
-        service.note_seconds(timed)
+        service.queue.environment(timed.env).seconds.append(time.monotonic() - timed.begun)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     entries = [
         Entry(number, group.env_id, group.trajectories, len(group.tokens), id, due)
@@ -256,15 +256,7 @@ async def _index(
     key: str | None,
     stored: "asyncio.Future[None]",
 ) -> None:
-    try:
-        await stored
-    except BaseException:
-        if key is not None:
-            service.posts.pop(key, None)
-        raise
-    finally:
-        if key is not None:
-            service.posting.pop(key, None)
+    await stored  # else whoever posts it again is told so, too
     for entry in entries:
         service.known(entry)
         if begun is None:
@@ -274,6 +266,7 @@ async def _index(
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
     if key is not None:
+        del service.posting[key]
         service.posts[key] = len(groups)  # also after a reset meanwhile
     if service.trainer is not None and not all(service.queue.takes(entry.size) for entry in entries):
         service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile
