@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from helpers.packed import ODD_MESSAGES
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, Api, running_trajectory_api
-from recipe.atropos.data.scored_group import ScoredGroup, unpack
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.app import MAX_BODY
 from recipe.atropos.trajectory_api.endpoints import ENDPOINTS
@@ -115,34 +115,6 @@ def emptied(tmp_path_factory):
     """A server from which each test takes what it has posted."""
     with running_trajectory_api(tmp_path_factory.mktemp("emptied")) as api:
         yield api
-
-
-def read_back(api):
-    """Take all that is queued as one batch, as JSON and packed."""
-    told = api.get("/diagnose")
-    last, sequences = told["batches"]["last"], told["queue"]["sequences"]
-    if not sequences:
-        return
-    api.register(batch_size=sequences, after=last)
-    plain = api.get(f"/batch?after={last}")["batch"]
-    packed = requests.get(f"{api.url}/batch?after={last}", headers={"Accept": wire.PACKED}).content
-    groups = [unpack(record) for record in wire.split(packed)]
-    assert [len(one["tokens"]) for one in plain] == [len(one.lengths) for one in groups]
-    for one, other in zip(plain, groups, strict=True):
-        assert one["tokens"] == [row.tolist() for row in other.cut(other.tokens)]
-        assert one["scores"] == other.scores.tolist()
-
-
-@settings(max_examples=300)
-@given(st.booleans(), st.data())
-def test_what_is_accepted_can_be_read_back(emptied, packed, data):
-    """Odd groups, packed and as JSON: refused, or handed out in both forms."""
-    body = data.draw(ODD_MESSAGES if packed else mutated())
-    path = "/scored_data_list" if packed or body[:1] == b"[" else "/scored_data"
-    reply = post(emptied, body, path, Content_Type=wire.PACKED if packed else "application/json")
-    assert reply.status_code in (200, 422), reply.text
-    if reply.status_code == 200:
-        read_back(emptied)
 
 
 @pytest.mark.parametrize("wait", ["nan", "inf", "-inf", "-1", "x", "1e309", "", None, -1, 1e308, [1], True], ids=repr)

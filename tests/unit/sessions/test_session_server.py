@@ -14,21 +14,6 @@ from recipe.atropos.sessions.server import session_key
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "named"),
-    [
-        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": "a"}]}, "the last"),
-        ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "no reply 7"),
-        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
-    ],
-)
-def test_session_requests_that_cannot_be_answered_are_named(sessions, path, body, named):
-    opened = sessions.open()
-    status, answer = sessions.call("POST", path, body, opened["api_key"])
-    assert status in (400, 404) and named in answer["error"]["message"]
-    assert not sessions.policy.sampled
-
-
 def test_session_key_opens_its_own_session_alone(sessions):
     mine, other = sessions.open(), sessions.open()
     for path, key in (
