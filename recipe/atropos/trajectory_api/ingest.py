@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -243,12 +244,11 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
     stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored
-    # A task of its own: the index must follow the store even if the client leaves now.
-    indexing = _index(service, groups, entries, begun, key, stored)
-    await asyncio.shield(asyncio.ensure_future(indexing))
+    stored.add_done_callback(partial(_index, service, groups, entries, begun, key))
+    await asyncio.shield(stored)
 
 
-async def _index(
+def _index(
     service: TrajectoryService,
     groups: Sequence[ScoredGroup],
     entries: Sequence[Entry],
@@ -256,7 +256,9 @@ async def _index(
     key: str | None,
     stored: "asyncio.Future[None]",
 ) -> None:
-    await stored  # else whoever posts it again is told so, too
+    """Let the index follow the store, also if the client has left, in the order of the writes: a reset is one."""
+    if stored.exception() is not None:
+        return  # and ``posting`` keeps it: whoever posts them again is told so, too
     for entry in entries:
         service.known(entry)
         if begun is None:
