@@ -15,6 +15,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto, real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits
+from recipe.atropos.data.scored_group import FLOAT32_MAX
 
 LIMITS = RowLimits(max_length=11, pad_token_id=0, vocab_size=100)
 
@@ -258,7 +259,16 @@ def test_distillation_fields_may_be_empty():
         ),
         (teacher(logprobs=[[], [], [-1, -2], [0.5, -1]]), "invalid_distill_logprobs", "sum to at most 1"),
         ({"distill_token_ids": [[[]] * 4, [[]] * 3]}, "unequal_lengths", "one of distill_token_ids"),
+        (teacher([[], [], [3, -1], [3, 4]]), "foreign_tokens", "distill_token_ids[0] is -1 at position 2"),
+        (teacher([[], [], [2**70, 4], [3, 4]]), "malformed", "distill_token_ids"),
+        (teacher(logprobs=[[], [], [math.log(0.6), math.log(0.5)], [-1, -1]]), "invalid_distill_logprobs", "sum to"),
+        (teacher(logprobs=[[], [], [-1, -math.inf], [-1, -1]]), "invalid_distill_logprobs", "no JSON form"),
         ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
+        ({"tokens": [[5, 6, 7, -1], [5, 6, 9]]}, "foreign_tokens", "token -1 at position 3"),
+        ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores", "score 0 is 3.4"),
+        ({"scores": ["1", 0.0]}, "nonfinite_scores", "score 0 is '1'"),
+        ({"scores": 1.0}, "malformed", "scores is a float"),
+        ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths", "3 ref_logprobs for 2 sequences"),
         ({"tokens": []}, "empty_group", "0 sequences"),
         ({"tokens": [None, [5, 6, 9]]}, "malformed", "tokens[0] is not a flat list of whole numbers: None"),
         ({"masks": {"0": [1]}}, "malformed", "masks is a dict"),
@@ -278,7 +288,7 @@ def test_distillation_fields_may_be_empty():
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
     ],
-    ids=range(25),
+    ids=range(34),
 )
 def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
     """The message names the group, and the first place. A group without sequences counts as one."""

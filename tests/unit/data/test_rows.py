@@ -20,9 +20,9 @@ from recipe.atropos.data.rows import (
     environment_name,
     trained_spans,
 )
+from recipe.atropos.data.scored_group import FLOAT32_MAX
 
 LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def a_group(**changes):
@@ -64,29 +64,6 @@ def teacher(ids=((3, 4), (3, 4)), logprobs=((-1.0, -2.0), (-1.0, -2.0))):
 def test_rows_take_what_is_just_within_the_format(changes):
     rows, report = read(**changes)
     assert len(rows) == 2 == report.rows == report.received and not report.dropped and not report.messages
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"tokens": [[1, 2, 5, -1], [1, 2, 8]]}, "foreign_tokens"),
-        ({"tokens": "ab"}, "malformed"),
-        ({"scores": 1.0}, "malformed"),
-        ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores"),
-        ({"scores": [0.0, -FLOAT32_MAX * 1.01]}, "nonfinite_scores"),
-        ({"scores": ["1", 0.0]}, "nonfinite_scores"),
-        ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths"),
-        (teacher(ids=((3, -1), (3, 4))), "foreign_tokens"),
-        (teacher(ids=((2**70, 4), (3, 4))), "malformed"),
-        (teacher(logprobs=((np.log(0.6), np.log(0.5)), (-1, -1))), "invalid_distill_logprobs"),
-        (teacher(logprobs=((-1.0, -np.inf), (-1, -1))), "invalid_distill_logprobs"),
-    ],
-    ids=range(11),
-)
-def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
-    """The rest of it: test_parsing.py."""
-    rows, report = read(**changes)
-    assert not rows and set(report.dropped) == {reason} and len(report.messages) == 1
 
 
 def test_rows_are_cut_at_their_very_limits_and_counted():
