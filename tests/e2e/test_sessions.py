@@ -164,14 +164,6 @@ def test_session_programs_give_a_group_of_what_was_sampled(model_path, server, s
     check_logprobs(model_path, group)
 
 
-def test_session_agents_as_functions_give_a_group(model_path, server, sessions, monkeypatch):
-    items = [{"question": "12 and 7?", "reward": 0.5}] * 2
-    with environment(model_path, server, sessions, monkeypatch, items, agent="helpers.agents:asks_twice") as env:
-        group = collected(env)
-        assert group["scores"] == [0.5] * 3 and [len(t) for t in group["tokens"]]
-    check_logprobs(model_path, group)
-
-
 @pytest.mark.parametrize("name", ["solver.py", "tools_chat.py", "tools_messages.py", "tools_responses.py", "function"])
 def test_session_examples_are_rewarded_as_they_are(tmp_path, monkeypatch, name):
     """Their clients and their calculator are real; the policy says what solves the problem."""

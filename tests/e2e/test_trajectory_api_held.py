@@ -49,19 +49,3 @@ async def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path
         found = all_batches(api)
     assert not [name for name in counts if name.startswith(("repeated", "refused"))]
     assert sorted(found) == list(range(len(found))) and len(found) >= 8
-
-
-@pytest.mark.slow
-async def test_a_held_stock_environment_goes_on_when_there_is_room(tmp_path, model_path):
-    with running_trajectory_api(tmp_path, "--queue-tokens", "1") as api:
-        api.register(batch_size=4)
-        async with stock_environment(api, model_path):
-            await received(api, 2)
-            await asyncio.sleep(1)
-            held = await received(api, 0)
-            assert held in (2, 3), "one worker goes on if it is answered before the other's group completes a batch"
-            await asyncio.sleep(2)
-            assert await received(api, 0) == held, "a batch is complete, and both workers wait for answers"
-            for groups in (4, 6):
-                assert len(await asyncio.to_thread(api.batch)) == 2
-                await received(api, groups)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from helpers.packed import ODD_MESSAGES
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, Api, running_trajectory_api
-from recipe.atropos.data.scored_group import ScoredGroup, unpack
+from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.app import MAX_BODY
 from recipe.atropos.trajectory_api.endpoints import ENDPOINTS
@@ -117,34 +117,6 @@ def emptied(tmp_path_factory):
         yield api
 
 
-def read_back(api):
-    """Take all that is queued as one batch, as JSON and packed."""
-    told = api.get("/diagnose")
-    last, sequences = told["batches"]["last"], told["queue"]["sequences"]
-    if not sequences:
-        return
-    api.register(batch_size=sequences, after=last)
-    plain = api.get(f"/batch?after={last}")["batch"]
-    packed = requests.get(f"{api.url}/batch?after={last}", headers={"Accept": wire.PACKED}).content
-    groups = [unpack(record) for record in wire.split(packed)]
-    assert [len(one["tokens"]) for one in plain] == [len(one.lengths) for one in groups]
-    for one, other in zip(plain, groups, strict=True):
-        assert one["tokens"] == [row.tolist() for row in other.cut(other.tokens)]
-        assert one["scores"] == other.scores.tolist()
-
-
-@settings(max_examples=300)
-@given(st.booleans(), st.data())
-def test_what_is_accepted_can_be_read_back(emptied, packed, data):
-    """Odd groups, packed and as JSON: refused, or handed out in both forms."""
-    body = data.draw(ODD_MESSAGES if packed else mutated())
-    path = "/scored_data_list" if packed or body[:1] == b"[" else "/scored_data"
-    reply = post(emptied, body, path, Content_Type=wire.PACKED if packed else "application/json")
-    assert reply.status_code in (200, 422), reply.text
-    if reply.status_code == 200:
-        read_back(emptied)
-
-
 @pytest.mark.parametrize("wait", ["nan", "inf", "-inf", "-1", "x", "1e309", "", None, -1, 1e308, [1], True], ids=repr)
 def test_any_wait_is_served_or_refused(emptied, wait):
     """Of a ticket and of a batch; no ticket may begin, so that both do wait."""
@@ -206,12 +178,6 @@ def test_64_mib_are_read_and_what_is_larger_is_refused(api):
     connection.endheaders()
     assert connection.getresponse().status == 413
     connection.close()
-
-
-def test_a_client_that_sends_half_a_body_harms_nobody(api):
-    with socket.create_connection(("127.0.0.1", api.port)) as connection:
-        connection.sendall(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
-    assert api.get("/info")
 
 
 def test_a_client_that_leaves_its_long_poll_harms_nobody(tmp_path):

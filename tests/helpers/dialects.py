@@ -4,6 +4,7 @@ import anthropic
 import httpx2
 import openai
 import orjson
+import pytest
 
 from recipe.atropos.sessions.messages import KEEP_ALIVE, Call, Reply, RequestError, error_body, event
 
@@ -28,6 +29,7 @@ REPLIES = {
     "cut call": Reply(content="", calls=_CALLS[:1], finish="length", **_HEAD),
     "stopped": Reply(content="Four", stop="END", **_HEAD),
 }
+each_reply = pytest.mark.parametrize(("name", "reply"), REPLIES.items(), ids=REPLIES)
 
 
 def transport(dialect, reply):

@@ -102,7 +102,7 @@ class Schedule:
         finally:
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
-            self.service.close()
+            self.service.store.close()
 
     async def _play(self):
         await self._register(0)

@@ -20,7 +20,7 @@ async def open_service(folder, **settings):
         async with asyncio.timeout(60):
             yield service
     finally:
-        service.close()
+        service.store.close()
 
 
 async def in_service(folder, test, **settings):

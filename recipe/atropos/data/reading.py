@@ -22,7 +22,7 @@ Shapes: R_i response tokens of row i, K the teacher's top-k.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,6 @@ from recipe.atropos.data.rows import (
     VersionLimits,
     environment_name,
 )
-from recipe.atropos.data.sampling import Sampled
 from recipe.atropos.data.scored_group import (
     FLOAT32_MAX,
     FLOATS,
@@ -57,20 +56,6 @@ _FIXES = {
     "not_pushed": "a server was restarted, or never got weights; put the servers behind inference.gateway",
     "future_version": "an abandoned policy sampled them: the trainer went back to a checkpoint",
 }
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """A group's fields as lists over its sequences. ``teacher`` has those of ``TOP_K_FIELDS``, if they are given."""
-
-    whole: ScoredGroup
-    where: str  # the group's name in messages
-    limits: RowLimits
-    tokens: list[np.ndarray]  # (length,) int64
-    trained: list[np.ndarray]  # (length,) bool
-    floats: dict[str, list[np.ndarray | None]]  # (length,) float32, NaN for null
-    teacher: list[list[Any]]
-    declared: Sampled  # of sequences that do not say what they were sampled with
 
 
 def read_groups(
@@ -94,7 +79,7 @@ def read_groups(
         try:
             whole = group if isinstance(group, ScoredGroup) else ScoredGroup.from_mapping(group)
             report.group_sizes[-1] = whole.trajectories
-            found, dropped, events = _read_group(_columns(whole, where, limits), str(index), versions)
+            found, dropped, events = _Reader(whole, where, str(index), limits, versions).read()
         except RefusedGroup as refused:
             report.drop(environment, refused.reason, size)
             report.messages.append(f"{where}: {refused}")
@@ -127,159 +112,144 @@ def _origin(group: Group) -> tuple[Any, int | None, int]:
     return name, env_id if type(env_id) is int else None, size
 
 
-def _columns(group: ScoredGroup, where: str, limits: RowLimits) -> _Columns:
-    """Return a group's columns.
+class _Reader:
+    """Reads the rows of a group, whose fields it holds as lists over its sequences.
 
     Raises:
-        RefusedGroup: the trainer cannot use one of its values.
+        RefusedGroup: the trainer cannot use one of the group's values.
     """
-    sequences, vocab_size = len(group.lengths), limits.vocab_size
-    for i in np.flatnonzero(np.abs(group.scores) > FLOAT32_MAX):
-        raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {group.scores[i]}; it must be a finite float32")
-    tokens = group.cut(group.tokens.astype(np.int64))
-    for i, ids in enumerate(tokens if vocab_size else ()):
-        for at in np.flatnonzero((ids < 0) | (ids >= vocab_size)):
-            raise RefusedGroup(
-                Reason.FOREIGN_TOKENS,
-                f"token {ids[at]} at position {at} of sequence {i} is outside the policy's vocabulary of {vocab_size}; "
-                "start the environment with the policy's tokenizer",
-            )
-    floats = {
-        name: [None if row is None else row.astype(np.float32, copy=False) for row in group.by_sequence(name)]
-        for name in FLOATS
-    }
-    for i, values in enumerate(floats["advantages"]):
-        if values is not None:
-            require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
-    numbers = group.group_overrides.trajectory
-    given = {(number, values is None) for number, values in zip(numbers, floats["advantages"], strict=True)}
-    if None not in numbers and len(given) > len(set(numbers)):
-        raise RefusedGroup(Reason.MALFORMED, "some rows of a trajectory have advantages, others have none")
-    teacher = [(name, values) for name in TOP_K_FIELDS if limits.read_teacher and (values := group.field(name))]
-    for name, values in (*teacher, ("overrides", group.overrides)):  # a store may be older than its check
-        require_count(name, values, sequences)
-    if len(teacher) == 1:
-        raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
-    return _Columns(
-        group,
-        where,
-        limits,
-        tokens,
-        group.cut(group.masks != IGNORED),
-        floats,
-        [values for _, values in teacher],
-        group.declared_sampling(),
-    )
 
+    def __init__(self, whole: ScoredGroup, where: str, uid: str, limits: RowLimits, versions: VersionLimits | None):
+        self.whole, self.where, self.uid, self.limits, self.versions = whole, where, uid, limits, versions
+        vocab_size, self.said = limits.vocab_size, whole.group_overrides
+        for i in np.flatnonzero(np.abs(whole.scores) > FLOAT32_MAX):
+            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {whole.scores[i]}; it must be a finite float32")
+        self.tokens = whole.cut(whole.tokens.astype(np.int64))  # (length,) each
+        self.trained = whole.cut(whole.masks != IGNORED)  # (length,) bool each
+        for i, ids in enumerate(self.tokens if vocab_size else ()):
+            for at in np.flatnonzero((ids < 0) | (ids >= vocab_size)):
+                raise RefusedGroup(
+                    Reason.FOREIGN_TOKENS,
+                    f"token {ids[at]} at position {at} of sequence {i} is outside the policy's vocabulary of "
+                    f"{vocab_size}; start the environment with the policy's tokenizer",
+                )
+        self.floats = {  # (length,) float32 each, NaN for null
+            name: [None if row is None else row.astype(np.float32, copy=False) for row in whole.by_sequence(name)]
+            for name in FLOATS
+        }
+        for i, values in enumerate(self.floats["advantages"]):
+            if values is not None:
+                require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
+        numbers = self.said.trajectory
+        given = {(number, values is None) for number, values in zip(numbers, self.floats["advantages"], strict=True)}
+        if None not in numbers and len(given) > len(set(numbers)):
+            raise RefusedGroup(Reason.MALFORMED, "some rows of a trajectory have advantages, others have none")
+        teacher = {name: values for name in TOP_K_FIELDS if limits.read_teacher and (values := whole.field(name))}
+        for name, values in {**teacher, "overrides": whole.overrides}.items():  # a store may be older than its check
+            require_count(name, values, len(whole.lengths))
+        if len(teacher) == 1:
+            raise RefusedGroup(Reason.UNEQUAL_LENGTHS, "one of distill_token_ids and distill_logprobs is missing")
+        self.teacher = [*teacher.values()]
+        self.declared = whole.declared_sampling()  # of sequences that do not say what they were sampled with
 
-def _read_group(
-    group: _Columns, uid: str, versions: VersionLimits | None
-) -> tuple[list[Row], list[DroppedRow], Counter[str]]:
-    """Return a group's rows, those dropped, and counts of events.
+    def read(self) -> tuple[list[Row], list[DroppedRow], Counter[str]]:
+        """Return the rows, those dropped, and counts of events.
 
-    Raises:
-        RefusedGroup: a trained token's logprob is not finite, or the teacher's top-k is ragged or not a distribution.
-            The message names the sequence and the position.
-        ConfigurationError: a row is too long and ``limits.overlong`` is "error".
-    """
-    found = [_read_row(group, i, uid, versions) for i in range(len(group.tokens))]
-    dropped = [row for row in found if isinstance(row, DroppedRow)]
-    numbers = group.whole.group_overrides.trajectory
-    lost = tuple(n for n, row in zip(numbers, found, strict=True) if isinstance(row, DroppedRow))
-    rows = [
-        replace(row, dropped=tuple(dropped), trajectory=n, dropped_trajectories=lost)
-        for n, row in zip(numbers, found, strict=True)
-        if isinstance(row, Row)
-    ]
-    lengths = [len(ids) for ids, row in zip(group.tokens, found, strict=True) if isinstance(row, Row)]
-    events = Counter(
-        response_truncated=sum(len(row.prompt) + len(row.response) < n for n, row in zip(lengths, rows, strict=True)),
-        no_logprobs=sum(row.log_probs is None for row in rows),
-        own_advantages=sum(row.advantages is not None for row in rows),
-        teacher=sum(row.teacher_ids is not None for row in rows),
-        zero_advantage=sum(row.zero_advantage for row in rows),
-    )
-    return rows, dropped, events
-
-
-def _read_row(group: _Columns, i: int, uid: str, versions: VersionLimits | None) -> Row | DroppedRow:
-    """Return sequence ``i`` as a row or a dropped row."""
-    ids, trained, advantages = group.tokens[i], group.trained[i], group.floats["advantages"][i]
-    said, score = group.whole.group_overrides, float(group.whole.scores[i])
-
-    def dropped(reason: Reason) -> DroppedRow:
-        return DroppedRow(score, int(trained.sum()), reason.value)
-
-    if not trained.any():
-        return dropped(Reason.NO_TRAINED_TOKEN)
-    first = int(trained.argmax())
-    if first == 0:  # its first token has no context to be predicted from
-        return dropped(Reason.NO_PROMPT)
-    oldest, newest = said.policy_version_min[i], said.policy_version_max[i]
-    if versions is not None and (reason := versions.refuses(oldest, newest)):
-        return dropped(reason)
-    end = _end(group, i, first, len(ids))
-    if isinstance(end, Reason):
-        return dropped(end)
-
-    mask = trained[first:end]
-    log_probs, ref_log_probs = (
-        _masked(_valid_logprobs(group, key, i, trained[:end]), first, end, mask)
-        for key in ("inference_logprobs", "ref_logprobs")
-    )
-    teacher_ids = teacher_log_probs = None
-    if any(values[i] for values in group.teacher):
-        values = teacher_top_k(group.teacher, i, trained, group.limits.vocab_size)
-        teacher_ids, teacher_log_probs = (array[first:end] for array in values)
-    raw_score, sampling = said.raw_scores[i], said.sampling_params[i]
-    return Row(
-        prompt=ids[:first],
-        response=ids[first:end],
-        mask=mask,
-        score=score,
-        uid=uid,
-        env_id=group.whole.env_id,
-        env_name=said.env_name,
-        versions=(oldest, newest),
-        raw_score=None if raw_score is None else float(raw_score),
-        sampling=group.declared if sampling is None else tuple(dict.fromkeys(sampling)),
-        log_probs=log_probs,
-        advantages=_masked(advantages, first, end, mask),
-        credit=None if advantages is None else said.credit,
-        ref_log_probs=ref_log_probs,
-        teacher_ids=teacher_ids,
-        teacher_log_probs=teacher_log_probs,
-        sequence=i,
-        zero_advantage=bool(said.set_advantage_to_zero or group.whole.overrides[i].set_advantage_to_zero),
-    )
-
-
-def _end(group: _Columns, i: int, first: int, length: int) -> int | Reason:
-    """Return the position where the response ends or is cut, or the reason why the row's length drops it."""
-    limits = group.limits
-    if length <= limits.max_length:
-        return length
-    if limits.overlong == "error":
-        raise ConfigurationError(
-            f"{group.where}: sequence {i} has {length} tokens, {first} of them prompt, data.max_prompt_length + "
-            f"data.max_response_length is {limits.max_length}; raise one, or set trainer.atropos.overlong to drop or "
-            "truncate"
+        Raises:
+            RefusedGroup: a trained token's logprob is not finite, or the teacher's top-k is ragged or not a
+                distribution. The message names the sequence and the position.
+            ConfigurationError: a row is too long and ``limits.overlong`` is "error".
+        """
+        found = [self._row(i) for i in range(len(self.tokens))]
+        dropped = [row for row in found if isinstance(row, DroppedRow)]
+        numbered = [*zip(self.said.trajectory, found, strict=True)]
+        lost = tuple(n for n, row in numbered if isinstance(row, DroppedRow))
+        rows = [
+            replace(row, dropped=tuple(dropped), trajectory=n, dropped_trajectories=lost)
+            for n, row in numbered
+            if isinstance(row, Row)
+        ]
+        events = Counter(
+            response_truncated=sum(
+                len(row.prompt) + len(row.response) < len(self.tokens[row.sequence]) for row in rows
+            ),
+            no_logprobs=sum(row.log_probs is None for row in rows),
+            own_advantages=sum(row.advantages is not None for row in rows),
+            teacher=sum(row.teacher_ids is not None for row in rows),
+            zero_advantage=sum(row.zero_advantage for row in rows),
         )
-    if first >= limits.max_length:
-        return Reason.OVERLONG_PROMPT
-    return Reason.OVERLONG_RESPONSE if limits.overlong == "drop" else limits.max_length
+        return rows, dropped, events
 
+    def _row(self, i: int) -> Row | DroppedRow:
+        """Return sequence ``i`` as a row or a dropped row."""
+        whole, said = self.whole, self.said
+        ids, trained, advantages = self.tokens[i], self.trained[i], self.floats["advantages"][i]
+        first, oldest, newest = int(trained.argmax()), said.policy_version_min[i], said.policy_version_max[i]
+        reason, end = None, len(ids)
+        if not trained.any():
+            reason = Reason.NO_TRAINED_TOKEN
+        elif first == 0:  # its first token has no context to be predicted from
+            reason = Reason.NO_PROMPT
+        elif self.versions is not None:
+            reason = self.versions.refuses(oldest, newest)
+        if reason is None and end > self.limits.max_length:
+            end, reason = self.limits.max_length, self._too_long(i, first)
+        if reason is not None:
+            return DroppedRow(float(whole.scores[i]), int(trained.sum()), reason.value)
+        mask = trained[first:end]
+        log_probs, ref_log_probs = (
+            _masked(self._valid_logprobs(key, i, trained[:end]), first, end, mask)
+            for key in ("inference_logprobs", "ref_logprobs")
+        )
+        teacher_ids = teacher_log_probs = None
+        if any(values[i] for values in self.teacher):
+            values = teacher_top_k(self.teacher, i, trained, self.limits.vocab_size)
+            teacher_ids, teacher_log_probs = (array[first:end] for array in values)
+        raw_score, sampling = said.raw_scores[i], said.sampling_params[i]
+        return Row(
+            prompt=ids[:first],
+            response=ids[first:end],
+            mask=mask,
+            score=float(whole.scores[i]),
+            uid=self.uid,
+            env_id=whole.env_id,
+            env_name=said.env_name,
+            versions=(oldest, newest),
+            raw_score=None if raw_score is None else float(raw_score),
+            sampling=self.declared if sampling is None else tuple(dict.fromkeys(sampling)),
+            log_probs=log_probs,
+            advantages=_masked(advantages, first, end, mask),
+            credit=None if advantages is None else said.credit,
+            ref_log_probs=ref_log_probs,
+            teacher_ids=teacher_ids,
+            teacher_log_probs=teacher_log_probs,
+            sequence=i,
+            zero_advantage=bool(said.set_advantage_to_zero or whole.overrides[i].set_advantage_to_zero),
+        )
 
-def _valid_logprobs(group: _Columns, key: str, i: int, trained: np.ndarray) -> np.ndarray | None:
-    """Return the values, or None if a trained token's value is null or positive (environments write 1.0 for none)."""
-    values = group.floats[key][i]
-    if values is None:
-        return None
-    kept = np.where(trained, values[: len(trained)], np.float32(0))
-    missing = np.isnan(kept)
-    kept[missing] = 0
-    require_finite(f"{key}[{i}]", kept, Reason(f"nonfinite_{key}"))
-    return None if missing.any() or (kept > 0).any() else values
+    def _too_long(self, i: int, first: int) -> Reason | None:
+        """Return why sequence ``i``, which exceeds the limit, is dropped; None if the end of its response is cut."""
+        limits = self.limits
+        if limits.overlong == "error":
+            raise ConfigurationError(
+                f"{self.where}: sequence {i} has {len(self.tokens[i])} tokens, {first} of them prompt, "
+                f"data.max_prompt_length + data.max_response_length is {limits.max_length}; raise one, or set "
+                "trainer.atropos.overlong to drop or truncate"
+            )
+        if first >= limits.max_length:
+            return Reason.OVERLONG_PROMPT
+        return Reason.OVERLONG_RESPONSE if limits.overlong == "drop" else None
+
+    def _valid_logprobs(self, key: str, i: int, trained: np.ndarray) -> np.ndarray | None:
+        """Return the values, or None if a trained token's is null or positive (environments write 1.0 for none)."""
+        values = self.floats[key][i]
+        if values is None:
+            return None
+        kept = np.where(trained, values[: len(trained)], np.float32(0))
+        missing = np.isnan(kept)
+        kept[missing] = 0
+        require_finite(f"{key}[{i}]", kept, Reason(f"nonfinite_{key}"))
+        return None if missing.any() or (kept > 0).any() else values
 
 
 def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -> np.ndarray | None:

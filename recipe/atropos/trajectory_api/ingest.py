@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -233,7 +234,7 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
         return
     begun = service.queue.claim(ticket)
     if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
-        service.note_seconds(timed)
+        service.queue.environment(timed.env).seconds.append(time.monotonic() - timed.begun)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     entries = [
         Entry(number, group.env_id, group.trajectories, len(group.tokens), id, due)
@@ -243,12 +244,11 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
     stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored
-    # A task of its own: the index must follow the store even if the client leaves now.
-    indexing = _index(service, groups, entries, begun, key, stored)
-    await asyncio.shield(asyncio.ensure_future(indexing))
+    stored.add_done_callback(partial(_index, service, groups, entries, begun, key))
+    await asyncio.shield(stored)
 
 
-async def _index(
+def _index(
     service: TrajectoryService,
     groups: Sequence[ScoredGroup],
     entries: Sequence[Entry],
@@ -256,15 +256,9 @@ async def _index(
     key: str | None,
     stored: "asyncio.Future[None]",
 ) -> None:
-    try:
-        await stored
-    except BaseException:
-        if key is not None:
-            service.posts.pop(key, None)
-        raise
-    finally:
-        if key is not None:
-            service.posting.pop(key, None)
+    """Let the index follow the store, also if the client has left, in the order of the writes: a reset is one."""
+    if stored.exception() is not None:
+        return  # and ``posting`` keeps it: whoever posts them again is told so, too
     for entry in entries:
         service.known(entry)
         if begun is None:
@@ -274,6 +268,7 @@ async def _index(
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
     if key is not None:
+        del service.posting[key]
         service.posts[key] = len(groups)  # also after a reset meanwhile
     if service.trainer is not None and not all(service.queue.takes(entry.size) for entry in entries):
         service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile

@@ -49,8 +49,8 @@ def list_all(data_dir: Path) -> None:
 
 def show(data_dir: Path, number: int) -> None:
     """Print a batch as JSON, one group a line."""
-    for record in _records(data_dir, number):
-        print(unpack(record).to_json().decode())
+    for group in read(data_dir, number):
+        print(group.to_json().decode())
 
 
 def read(data_dir: Path, number: int) -> list[ScoredGroup]:
@@ -59,17 +59,13 @@ def read(data_dir: Path, number: int) -> list[ScoredGroup]:
     Raises:
         TrajectoryStoreError: there is no such batch, or no store; the message says which batches there are.
     """
-    return [unpack(record) for record in _records(data_dir, number)]
-
-
-def _records(data_dir: Path, number: int) -> list[bytes]:
     with _opened(data_dir) as connection:
         records = database.read_batch(connection, number)
         if not records:
             kept = database.list_batches(connection)
             there = f"it has batches {kept[0]['number']} to {kept[-1]['number']}" if kept else "it has none"
             raise TrajectoryStoreError(f"number={number}: {data_dir} has no such batch; {there}")
-        return records
+        return [unpack(record) for record in records]
 
 
 def export(data_dir: Path, file: Path) -> None:

@@ -26,7 +26,7 @@ from recipe.atropos.trajectory_api.batching import (
     EnvironmentQueue,
     Queue,
 )
-from recipe.atropos.trajectory_api.endpoints import EnvRegistration, Registration
+from recipe.atropos.trajectory_api.endpoints import Registration
 from recipe.atropos.trajectory_api.environments import RegisteredEnvironment, RegisteredEnvironments
 from recipe.atropos.trajectory_api.store import TrajectoryStore, named_errors
 
@@ -125,17 +125,11 @@ class TrajectoryService:
         self._number = self._reserved = run.get("numbers", 1)
         self.queue, self.environments, self.trainer = Queue(), RegisteredEnvironments(), None
         for number, values in loaded.environments.items():
-            registration = msgspec.convert(values["registration"], EnvRegistration)
-            environment = RegisteredEnvironment(
-                number, values["name"], registration, values["connected"], values.get("key")
-            )
-            self.environments.by_id[number] = environment
+            self.environments.by_id[number] = msgspec.convert({"id": number, **values}, RegisteredEnvironment)
         self.environments.apply_shares(self.queue)
         if (values := run.get("registration")) is not None:
             registration = msgspec.convert(values, Registration)
-            base = run.get("base", 0)
-            weights = run.get("weights", base)
-            empty = {number for number in run.get("empty", ()) if number > weights}
+            base, weights, empty = run["base"], run["weights"], set(run.get("empty", ()))
             self.trainer = RegisteredTrainer(registration, base, weights, time.monotonic(), empty)
         for entry in loaded.entries:
             self.queue.add(self.known(entry))
@@ -292,10 +286,6 @@ class TrajectoryService:
         for entry in dead:
             self.release(entry.number, "environment_gone")
 
-    def note_seconds(self, ticket: Entry) -> None:
-        """Note how long a ticket took whose group its environment posts now."""
-        self.queue.environment(ticket.env).seconds.append(time.monotonic() - ticket.begun)
-
     def release_hung(self) -> None:
         """Release tickets for which the trainer waits much longer than their environments' tickets usually take.
 
@@ -352,6 +342,3 @@ class TrajectoryService:
         self._take(await self.store.write(database.reset, epoch=self.epoch, numbers=self._reserved))
         self.latest = None
         self.changed()
-
-    def close(self) -> None:
-        self.store.close()

@@ -101,4 +101,4 @@ async def _serve(settings: Settings, host: str, port: int, secret: str | None) -
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(watch, return_exceptions=True)
         await runner.cleanup()
-        service.close()
+        service.store.close()

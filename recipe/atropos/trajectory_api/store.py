@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +43,7 @@ _CLOSE_SECONDS = 10.0  # for the writes that are left
 _OF_THE_DISK = ("SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM", "SQLITE_BUSY", "SQLITE_LOCKED")
 _PROBE = 1 << 16  # bytes
 T = TypeVar("T")
-_Write = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], asyncio.Future]
+_Write = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Future]
 
 
 @contextlib.contextmanager
@@ -74,7 +74,6 @@ class TrajectoryStore:
         self.path = self.folder / DATABASE
         self.trouble = ""
         self._failure: Exception | None = None
-        self._durability = durability
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -85,19 +84,19 @@ class TrajectoryStore:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with named_errors(self.path):
-                self.connection = self._opened()
+                self.connection = self._opened(durability)
+                self._reader = database.connect_to_read(self.path)
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, BlockingIOError):
                 what = f"data-dir={folder}: another server uses it; end that one, or give another folder"
                 raise TrajectoryStoreError(what) from None
             raise
-        self._reader: sqlite3.Connection | None = None
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="trajectory-reader")
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="trajectory-writer", daemon=True)
 
-    def _opened(self) -> sqlite3.Connection:
+    def _opened(self, durability: str) -> sqlite3.Connection:
         """Open the folder's database, or a new one."""
         log, partial = self.path.with_name(f"{DATABASE}-wal"), self.folder / _PARTIAL
         if self.path.stat().st_size == 0 if self.path.exists() else log.exists():
@@ -105,9 +104,9 @@ class TrajectoryStore:
         if not self.path.exists():
             for left in self.folder.glob(f"{_PARTIAL}*"):  # of a start that was killed
                 left.unlink()
-            database.connect(partial, self._durability).close()
+            database.connect(partial, durability).close()
             partial.rename(self.path)
-        return database.connect(self.path, self._durability)
+        return database.connect(self.path, durability)
 
     def load(self) -> database.Loaded:
         """Return what the folder holds and start the writer; called once, first. Use ``named_errors``."""
@@ -128,9 +127,12 @@ class TrajectoryStore:
 
     def write(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> "asyncio.Future[T]":
         """Run a step of ``database`` in the next transaction; the future has its result once that is durable."""
-        future = asyncio.get_running_loop().create_future()
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # what was asked for is done, also if nobody waits for it any more
         self._writes.put((function, args, kwargs, future))
-        return future
+        answer = asyncio.wrap_future(future)
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # which ``check`` raises
+        return answer
 
     async def read(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function of a connection in the reading thread."""
@@ -145,8 +147,7 @@ class TrajectoryStore:
                 logger.error("%s: closed with unfinished writes: %s", self.path, self.trouble)
                 return
         self._reading.shutdown()
-        if self._reader is not None:
-            self._reader.close()
+        self._reader.close()
         self.connection.close()
         os.close(self._lock)
 
@@ -159,8 +160,6 @@ class TrajectoryStore:
 
     def _read(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
         try:
-            if self._reader is None:
-                self._reader = database.connect_to_read(self.path)
             return function(self._reader, *args)
         except sqlite3.Error as error:
             raise self._fail(error) from error
@@ -183,15 +182,20 @@ class TrajectoryStore:
             results = self._with_room(batch)
         except Exception as error:
             failure = self._fail(error)
-            _answer([(write[3], None, failure) for write in batch])
+            for *_, future in batch:
+                future.set_exception(failure)
         else:
-            _answer([(write[3], result, None) for write, result in zip(batch, results, strict=True)])
+            for (*_, future), result in zip(batch, results, strict=True):
+                future.set_result(result)
 
     def _with_room(self, batch: list[_Write]) -> list[Any]:
         """Return the results of a transaction; repeat it while the disk is full."""
         while True:
             try:
-                results = self._transaction(batch)
+                self.check()
+                with self.connection as connection:  # commits at its end, or rolls back
+                    connection.execute("BEGIN IMMEDIATE")
+                    results = [function(connection, *args, **kwargs) for function, args, kwargs, _ in batch]
                 self.trouble = ""
                 return results
             except Exception as error:
@@ -201,12 +205,6 @@ class TrajectoryStore:
                     logger.error("%s: %s; answers wait until there is room", self.path, error)
                 self.trouble = f"{self.path}: {error}; make room there"
                 time.sleep(_FULL_RETRY)
-
-    def _transaction(self, batch: list[_Write]) -> list[Any]:
-        self.check()
-        with self.connection as connection:  # commits at its end, or rolls back
-            connection.execute("BEGIN IMMEDIATE")
-            return [function(connection, *args, **kwargs) for function, args, kwargs, _ in batch]
 
 
 def _is_full(error: Exception, folder: Path) -> bool:
@@ -220,21 +218,3 @@ def _is_full(error: Exception, folder: Path) -> bool:
         except OSError as found:
             error = found
     return name == "SQLITE_FULL" or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
-
-
-def _answer(results: list[tuple[asyncio.Future, Any, Exception | None]]) -> None:
-    """Resolve futures in their loop, with one call for all."""
-
-    def resolve() -> None:
-        for future, result, error in results:
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-                future.exception()  # nobody may wait for it, and ``check`` raises it
-
-    for loop in {future.get_loop() for future, _, _ in results}:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            loop.call_soon_threadsafe(resolve)

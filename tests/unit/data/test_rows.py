@@ -20,10 +20,9 @@ from recipe.atropos.data.rows import (
     environment_name,
     trained_spans,
 )
-from recipe.atropos.data.scored_group import ScoredGroup, unpack
+from recipe.atropos.data.scored_group import FLOAT32_MAX
 
 LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def a_group(**changes):
@@ -67,43 +66,6 @@ def test_rows_take_what_is_just_within_the_format(changes):
     assert len(rows) == 2 == report.rows == report.received and not report.dropped and not report.messages
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"tokens": [[1, 2, 5, -1], [1, 2, 8]]}, "foreign_tokens"),
-        ({"tokens": "ab"}, "malformed"),
-        ({"scores": 1.0}, "malformed"),
-        ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores"),
-        ({"scores": [0.0, -FLOAT32_MAX * 1.01]}, "nonfinite_scores"),
-        ({"scores": ["1", 0.0]}, "nonfinite_scores"),
-        ({"overrides": [{}]}, "unequal_lengths"),
-        ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths"),
-        ({"group_overrides": {"raw_scores": [1.0]}}, "malformed"),
-        ({"group_overrides": {"raw_scores": 1.0}}, "malformed"),
-        ({"group_overrides": {"raw_scores": [1.0, "2"]}}, "malformed"),
-        ({"group_overrides": {"raw_scores": [1.0, FLOAT32_MAX * 1.01]}}, "malformed"),
-        ({"group_overrides": {"policy_version_min": [True, 1]}}, "malformed"),
-        ({"group_overrides": {"policy_version_max": [1, 1.0]}}, "malformed"),
-        ({"group_overrides": {"set_advantage_to_zero": "yes"}}, "malformed"),
-        (teacher(ids=((3, -1), (3, 4))), "foreign_tokens"),
-        (teacher(ids=((2**70, 4), (3, 4))), "malformed"),
-        (teacher(logprobs=((np.log(0.6), np.log(0.5)), (-1, -1))), "invalid_distill_logprobs"),
-        (teacher(logprobs=((-1.0, -np.inf), (-1, -1))), "invalid_distill_logprobs"),
-    ],
-    ids=range(19),
-)
-def test_rows_refuse_what_is_just_beyond_the_format(changes, reason):
-    rows, report = read(**changes)
-    assert not rows and set(report.dropped) == {reason} and len(report.messages) == 1
-
-
-def test_rows_of_an_older_store_with_few_overrides_are_refused():
-    group = ScoredGroup.from_mapping(a_group())
-    group.fields["overrides"] = b"[{}]"
-    _, report = read_groups([unpack(group.pack())], LIMITS)
-    assert report.dropped == {"unequal_lengths": 2}
-
-
 def test_rows_are_cut_at_their_very_limits_and_counted():
     group = a_group(
         tokens=[[1, 2, 5, 6, 7], [1, 2, 3, 5, 6, 7, 8], [1, 5, 6, 7, 8, 9], [5, 6], [1, 2]],
@@ -120,12 +82,6 @@ def test_rows_are_cut_at_their_very_limits_and_counted():
     rows, report = read_groups([group], LIMITS)
     assert [row.score for row in rows] == [0.0] and report.dropped["overlong_response"] == 2
     assert [row.trained_tokens for row in rows[0].dropped] == [4, 5, 2, 0]
-
-
-def test_rows_without_some_reference_logprobs_are_without_any():
-    """Also in a group without logprobs of the engine's."""
-    rows, _ = read(ref_logprobs=[[0.0, 0.0, -1.0, -2.0], [0.0, 0.0, 1.0]])
-    assert [row.ref_log_probs is None for row in rows] == [False, True]
 
 
 def test_rows_events_count_what_a_row_lacks_or_brings():

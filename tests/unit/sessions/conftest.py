@@ -17,3 +17,11 @@ def sessions(served):
     served.policy.script.clear()
     served.policy.delay = 0.0
     return served
+
+
+@pytest.fixture
+def opened(sessions):
+    """A session; in the end, what was sampled in it is trained once."""
+    opened = sessions.open()
+    yield opened
+    sessions.check(opened)

@@ -5,7 +5,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from helpers.dialects import FAILED, REPLIES, anthropic_client, data_of
+from helpers.dialects import FAILED, REPLIES, anthropic_client, data_of, each_reply
 from recipe.atropos.sessions.dialects import anthropic
 from recipe.atropos.sessions.messages import RequestError, error_body, same
 
@@ -13,7 +13,6 @@ ASK = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "conten
 _CACHED = {"cache_control": {"type": "ephemeral"}}
 TOOL = {"name": "search", "description": "d", "input_schema": {"type": "object"}, **_CACHED}
 EVENT = TypeAdapter(RawMessageStreamEvent)
-each_reply = pytest.mark.parametrize("name", REPLIES)
 
 
 def read(*messages, **more):
@@ -21,26 +20,21 @@ def read(*messages, **more):
 
 
 @each_reply
-def test_messages_are_those_of_the_sdk(name):
-    reply = REPLIES[name]
+def test_messages_are_those_of_the_sdk(name, reply):
     found = Message.model_validate(anthropic.answer(anthropic.read(ASK), reply))
     assert (found.id, found.model) == ("msg_a1b2", "policy")
     expected = {"call": "tool_use", "calls": "tool_use", "stopped": "stop_sequence"}
     assert found.stop_reason == expected.get(name, "max_tokens" if "cut" in name else "end_turn")
     assert found.stop_sequence == ("END" if name == "stopped" else None)
     assert (found.usage.input_tokens, found.usage.output_tokens) == (3, 2)
-    assert (found.token_ids, found.prompt_token_ids, found.weight_versions) == (
-        reply.tokens,
-        reply.prompt,
-        reply.versions,
-    )
+    exact = (found.token_ids, found.prompt_token_ids, found.weight_versions)
+    assert exact == (reply.tokens, reply.prompt, reply.versions)
     calls = [(block.id, block.name) for block in found.content if block.type == "tool_use"]
     assert calls == [(call.id, call.name) for call in reply.calls]
 
 
 @each_reply
-def test_message_streams_accumulate_to_the_answer(name):
-    reply = REPLIES[name]
+def test_message_streams_accumulate_to_the_answer(name, reply):
     client, handle = anthropic_client(anthropic, reply)
     with client.messages.stream(**ASK) as stream:
         found = stream.get_final_message()
@@ -56,8 +50,7 @@ def test_message_streams_accumulate_to_the_answer(name):
 @each_reply
 @pytest.mark.parametrize("dump", [lambda block: block, lambda block: block.model_dump()])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_blocks_sent_back_are_the_message(name, dump, streamed):
-    reply = REPLIES[name]
+def test_blocks_sent_back_are_the_message(name, reply, dump, streamed):
     client, handle = anthropic_client(anthropic, reply)
     if streamed:
         with client.messages.stream(**ASK) as stream:

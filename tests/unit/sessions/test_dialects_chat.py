@@ -5,13 +5,12 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from helpers.dialects import FAILED, REPLIES, data_of, openai_client
+from helpers.dialects import FAILED, REPLIES, data_of, each_reply, openai_client
 from recipe.atropos.sessions.dialects import chat, completions
 from recipe.atropos.sessions.messages import RequestError, same
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "2 + 2?"}]}
 TOOL = {"type": "function", "function": {"name": "search", "description": "d", "parameters": {"type": "object"}}}
-each_reply = pytest.mark.parametrize("name", REPLIES)
 
 
 def read(*messages, **more):
@@ -28,18 +27,14 @@ def accumulated(stream):
 
 
 @each_reply
-def test_chat_answers_are_those_of_the_sdk(name):
-    reply = REPLIES[name]
+def test_chat_answers_are_those_of_the_sdk(name, reply):
     asked = chat.read({**ASK, "logprobs": True})
     found = ChatCompletion.model_validate(chat.answer(asked, reply))
     [choice] = found.choices
     assert (found.id, found.created, found.model) == ("chatcmpl-a1b2", reply.created, "policy")
     assert found.usage.model_dump(exclude_none=True) == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    assert (found.prompt_token_ids, choice.token_ids, found.weight_versions) == (
-        reply.prompt,
-        reply.tokens,
-        reply.versions,
-    )
+    exact = (choice.token_ids, found.prompt_token_ids, found.weight_versions)
+    assert exact == (reply.tokens, reply.prompt, reply.versions)
     assert [(one.token, one.logprob) for one in choice.logprobs.content] == [
         ("token_id:11", -0.5),
         ("token_id:12", -1.25),
@@ -51,8 +46,7 @@ def test_chat_answers_are_those_of_the_sdk(name):
 
 @each_reply
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_chat_streams_accumulate_to_the_answer(name, logprobs):
-    reply = REPLIES[name]
+def test_chat_streams_accumulate_to_the_answer(name, reply, logprobs):
     client, handle = openai_client(chat, reply)
     options = {"stream_options": {"include_usage": True}, "logprobs": logprobs}
     found = accumulated(client.chat.completions.stream(**ASK, **options)).model_dump(exclude_none=True)
@@ -68,8 +62,7 @@ def test_chat_streams_accumulate_to_the_answer(name, logprobs):
 
 
 @each_reply
-def test_a_chat_streams_last_choice_has_exact_tokens(name):
-    reply = REPLIES[name]
+def test_a_chat_streams_last_choice_has_exact_tokens(name, reply):
     *chunks, done = data_of(chat.events(chat.read({**ASK, "stream": True}), reply))
     assert done == "[DONE]"
     for chunk in chunks:
@@ -84,8 +77,7 @@ def test_a_chat_streams_last_choice_has_exact_tokens(name):
 @each_reply
 @pytest.mark.parametrize("dump", [lambda m: m, lambda m: m.model_dump(), lambda m: m.model_dump(exclude_none=True)])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_chat_message_sent_back_is_recognized(name, dump, streamed):
-    reply = REPLIES[name]
+def test_a_chat_message_sent_back_is_recognized(name, reply, dump, streamed):
     client, handle = openai_client(chat, reply)
     if streamed:
         message = accumulated(client.chat.completions.stream(**ASK)).choices[0].message

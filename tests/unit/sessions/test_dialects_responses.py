@@ -5,14 +5,13 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from helpers.dialects import FAILED, REPLIES, data_of, openai_client
+from helpers.dialects import FAILED, REPLIES, data_of, each_reply, openai_client
 from recipe.atropos.sessions.dialects import responses
 from recipe.atropos.sessions.messages import same
 
 ASK = {"model": "policy", "input": "2 + 2?"}
 TOOL = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
 EVENT = TypeAdapter(ResponseStreamEvent)
-each_reply = pytest.mark.parametrize("name", REPLIES)
 
 
 def unparsed(value):
@@ -23,18 +22,14 @@ def unparsed(value):
 
 
 @each_reply
-def test_responses_are_those_of_the_sdk(name):
-    reply = REPLIES[name]
+def test_responses_are_those_of_the_sdk(name, reply):
     asked = responses.read({**ASK, "tools": [TOOL], "instructions": "Be brief.", "temperature": 1.0})
     found = Response.model_validate(responses.answer(asked, reply))
     assert (found.id, found.created_at, found.model) == ("resp_a1b2", reply.created, "policy")
     assert found.status == ("incomplete" if "cut" in name else "completed")
     assert (found.output_text, found.instructions, found.tools[0].name) == (reply.content, "Be brief.", "search")
-    assert (found.token_ids, found.prompt_token_ids, found.weight_versions) == (
-        reply.tokens,
-        reply.prompt,
-        reply.versions,
-    )
+    exact = (found.token_ids, found.prompt_token_ids, found.weight_versions)
+    assert exact == (reply.tokens, reply.prompt, reply.versions)
     assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens) == (3, 2, 5)
     calls = [(item.call_id, item.name, item.arguments) for item in found.output if item.type == "function_call"]
     assert calls == [(call.id, call.name, call.arguments) for call in reply.calls]
@@ -42,8 +37,7 @@ def test_responses_are_those_of_the_sdk(name):
 
 
 @each_reply
-def test_responses_streams_are_typed_and_in_order(name):
-    reply = REPLIES[name]
+def test_responses_streams_are_typed_and_in_order(name, reply):
     asked = responses.read({**ASK, "stream": True})
     found = data_of(responses.events(asked, reply))
     for one in found:
@@ -84,8 +78,7 @@ def test_responses_streams_accumulate_to_the_answer(name):
 
 @each_reply
 @pytest.mark.parametrize("dump", [lambda item: item, lambda item: item.model_dump(), lambda item: item.to_dict()])
-def test_response_items_sent_back_are_one_message(name, dump):
-    reply = REPLIES[name]
+def test_response_items_sent_back_are_one_message(name, reply, dump):
     client, handle = openai_client(responses, reply)
     items = [{"role": "user", "content": "2 + 2?"}, *map(dump, client.responses.create(**ASK).output)]
     client.responses.create(model="policy", input=[*items, {"role": "user", "content": "sure?"}])

@@ -15,9 +15,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_session_of_openai_chat_with_tools_is_one_row(sessions, stream):
+def test_session_of_openai_chat_with_tools_is_one_row(sessions, opened, stream):
     sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
-    opened = sessions.open()
     completions, replies = sessions.openai(opened).chat.completions, []
     tools = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}]
     messages = [
@@ -42,7 +41,6 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions, stream):
         if not stream:  # the client's own sum of a stream leaves out what it does not know
             assert (reply.choices[0].token_ids, reply.prompt_token_ids) == (tokens, prompt)
             assert reply.weight_versions[0]["version"] == "3"
-    sessions.check(opened)
     assert sessions.state(opened) | {"sampled": 0, "created": 0, "id": 0} == {
         "id": 0, "env": "", "item": None, "group": None, "seq": 0, "sampling": {}, "created": 0, "end": None,
         "limits": {"turns": None, "tokens": None, "seconds": None, "context": None}, "reward": None, "metrics": {},
@@ -53,8 +51,7 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["history", "id", "references"])
-def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by):
-    opened = sessions.open()
+def test_session_of_openai_responses_with_tools_is_one_row(sessions, opened, stream, by):
     client = sessions.openai(opened)
     sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
     tools = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": None}]
@@ -75,16 +72,15 @@ def test_session_of_openai_responses_with_tools_is_one_row(sessions, stream, by)
         asked = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
         asked = asked or [{"role": "user", "content": "and"}]
     assert reply.output_text == "12" and reply.status == "completed"
-    sessions.check(opened)
     assert sessions.session(opened).summary()["rows"] == 1
     for unknown in ("msg_7", f"fc_{previous.removeprefix('resp_')}_9", "?"):
         body = {"input": [{"type": "item_reference", "id": unknown}]}
         assert sessions.call("POST", "/v1/responses", body, opened["api_key"])[0] in (400, 404)
 
 
-def test_session_instructions_of_a_response_are_its_own(sessions):
+def test_session_instructions_of_a_response_are_its_own(sessions, opened):
     """As OpenAI's API has it: they do not carry over by ``previous_response_id``; a developer's message does."""
-    opened, previous = sessions.open(), None
+    previous = None
     client = sessions.openai(opened)
     asked = [{"role": "developer", "content": "of the"}, {"role": "user", "content": "1 and 2"}]
     for instructions in ("sum", "result: 12", None):
@@ -94,12 +90,10 @@ def test_session_instructions_of_a_response_are_its_own(sessions):
         prompt = sessions.policy.tokenizer.decode(sessions.policy.sampled[-1][0])
         systems = [part.partition("<|im_end|>")[0] for part in prompt.split("<|im_start|>system\n")[1:]]
         assert systems == [*given.values(), "of the"]
-    sessions.check(opened)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_session_of_anthropic_messages_with_tools_is_one_row(sessions, stream):
-    opened = sessions.open()
+def test_session_of_anthropic_messages_with_tools_is_one_row(sessions, opened, stream):
     client, messages = sessions.anthropic(opened), [{"role": "user", "content": "1 and 2"}]
     sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
     tools = [{"name": "add", "description": "", "input_schema": PARAMETERS}]
@@ -119,12 +113,11 @@ def test_session_of_anthropic_messages_with_tools_is_one_row(sessions, stream):
     assert client.messages.count_tokens(messages=messages, model="policy", system="sum", tools=tools).input_tokens > 50
     messages.append({"role": "assistant", "content": "12"})  # also after an assistant's turn
     assert client.messages.count_tokens(messages=messages, model="policy", system="sum", tools=tools).input_tokens > 50
-    sessions.check(opened)
     assert sessions.session(opened).summary()["rows"] == 1
 
 
-def test_session_of_texts_and_ids_is_one_row(sessions):
-    opened, encode = sessions.open(), sessions.policy.tokenizer.encode
+def test_session_of_texts_and_ids_is_one_row(sessions, opened):
+    encode = sessions.policy.tokenizer.encode
     sessions.policy.script = ["the sum is", "19", "12", "7"]
     client, text = sessions.openai(opened), "<|im_start|>user\n12"
     for _ in range(2):
@@ -137,14 +130,12 @@ def test_session_of_texts_and_ids_is_one_row(sessions):
     body = {"token_ids": ids, "sampling_params": {"max_tokens": 50}}
     status, answer = sessions.call("POST", "/inference/v1/generate", body, opened["api_key"])
     assert (status, answer["prompt_token_ids"]) == (200, ids)
-    sessions.check(opened)
     assert sessions.session(opened).summary()["rows"] == 2
     models = [model.id for model in client.models.list()]
     assert models == ["policy"]
 
 
-def test_session_of_many_agents_at_once_is_a_tree(sessions):
-    opened = sessions.open()
+def test_session_of_many_agents_at_once_is_a_tree(sessions, opened):
     sessions.policy.delay = 0.01
 
     def agent(number):
@@ -158,7 +149,6 @@ def test_session_of_many_agents_at_once_is_a_tree(sessions):
         thread.start()
     for thread in threads:
         thread.join(60)
-    sessions.check(opened)
     summary = sessions.session(opened).summary()
     assert (summary["turns"], summary["forks"]) == (24, {}) and summary["rows"] >= 3
 
@@ -203,9 +193,8 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["any", "named"])
-def test_session_calls_that_must_be_begin_in_the_prompt(sessions, choice):
+def test_session_calls_that_must_be_begin_in_the_prompt(sessions, opened, choice):
     """What the template writes before the tool's name, or its arguments, is context; the rest is the policy's own."""
-    opened = sessions.open()
     opening = sessions.server.rendering.opening(chat.read({**SUM, "tools": TOOLS, "tool_choice": choice}))
     begun = sessions.policy.tokenizer.decode(opening)
     assert begun == CALL.partition("add" if choice == "required" else " {")[0]
@@ -223,13 +212,12 @@ def test_session_calls_that_must_be_begin_in_the_prompt(sessions, choice):
     assert said[0].tool_calls[0].function.arguments == '{"a":1,"b":2}' and not said[0].content
     assert said[2].content == f"{begun}no call".removeprefix("<tool_call>\n"), "what cannot be read is text"
     assert sessions.session(opened).summary()["forks"] == {"other": 1}, "none takes the tools away"
-    sessions.check(opened)
 
 
 @pytest.mark.parametrize("choice", [{}, {"tools": [{"type": "function", "function": {"name": "add"}}]}])
-def test_session_requests_without_tools_get_no_calls(sessions, choice):
+def test_session_requests_without_tools_get_no_calls(sessions, opened, choice):
     """A program that has none reads the content, which would be null beside a call."""
-    opened, choice = sessions.open(), choice and {**choice, "tool_choice": "none"}
+    choice = choice and {**choice, "tool_choice": "none"}
     sessions.policy.script = [f"so {CALL}", "19"]
     client, messages = sessions.openai(opened), [{"role": "user", "content": "sum"}]
     reply = client.chat.completions.create(model="policy", messages=messages, **choice).choices[0]
@@ -238,4 +226,3 @@ def test_session_requests_without_tools_get_no_calls(sessions, choice):
     messages += [reply.message, {"role": "user", "content": "and"}]
     client.chat.completions.create(model="policy", messages=messages, **choice)
     assert sessions.session(opened).summary()["rows"] == 1
-    sessions.check(opened)

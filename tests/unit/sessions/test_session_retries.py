@@ -15,8 +15,7 @@ from recipe.atropos.sessions.server import SessionServer
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_session_retries_get_the_recorded_reply(sessions):
-    opened = sessions.open()
+def test_session_retries_get_the_recorded_reply(sessions, opened):
     first = sessions.ask(opened)
     retry = sessions.ask(opened, retry=True)
     again = sessions.ask(opened)
@@ -25,14 +24,12 @@ def test_session_retries_get_the_recorded_reply(sessions):
     sessions.stop()
     sessions.start()
     assert sessions.state(opened)["retries"] == 1
-    sessions.check(opened)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
-def test_session_client_that_leaves_and_comes_again(sessions, stream, waits):
+def test_session_client_that_leaves_and_comes_again(sessions, opened, stream, waits):
     """While its reply is sampled, or after; the reply is sampled once and trained once."""
-    opened = sessions.open()
     sessions.policy.delay = 0.5
     connection = sessions.begin(opened, stream=stream)
     time.sleep(0.2)
@@ -41,21 +38,17 @@ def test_session_client_that_leaves_and_comes_again(sessions, stream, waits):
     answer = sessions.begin(opened, stream=stream).getresponse()
     assert answer.status == 200 and answer.read()
     assert len(sessions.policy.sampled) == 1 and sessions.session(opened).summary()["retries"] == 1
-    sessions.check(opened)
 
 
-def test_session_equal_requests_at_once_are_two_turns(sessions):
-    opened = sessions.open()
+def test_session_equal_requests_at_once_are_two_turns(sessions, opened):
     sessions.policy.delay = 0.3
     replies = [sessions.begin(opened) for _ in range(2)]
     ids = {json.loads(connection.getresponse().read())["id"] for connection in replies}
     assert len(ids) == len(sessions.policy.sampled) == 2
-    sessions.check(opened)
 
 
-def test_session_retries_get_the_reply_that_was_lost(sessions):
+def test_session_retries_get_the_reply_that_was_lost(sessions, opened):
     """Not that of an equal request on another connection."""
-    opened = sessions.open()
     sessions.policy.delay = 0.3
     lost = sessions.begin(opened)
     time.sleep(0.1)
@@ -66,11 +59,9 @@ def test_session_retries_get_the_reply_that_was_lost(sessions):
     retried = sessions.ask(opened, retry=True)
     assert json.loads(other.getresponse().read())["id"] != retried[1]["id"]
     assert len(sessions.policy.sampled) == 2
-    sessions.check(opened)
 
 
-def test_session_failed_requests_are_sampled_again(sessions):
-    opened = sessions.open()
+def test_session_failed_requests_are_sampled_again(sessions, opened):
 
     async def fails(ids, params):
         raise InferenceError("http://gateway", "/generate", "no server is admitted", 503)
@@ -80,7 +71,6 @@ def test_session_failed_requests_are_sampled_again(sessions):
         streamed = sessions.begin(opened, stream=True).getresponse().read().decode()
         assert "no server is admitted" in streamed and "[DONE]" not in streamed
     assert sessions.openai(opened).chat.completions.create(model="policy", **SUM).id
-    sessions.check(opened)
 
 
 def test_session_retries_of_what_failed_are_sampled(sessions):
@@ -100,9 +90,8 @@ def test_session_retries_of_what_failed_are_sampled(sessions):
     sessions.check(opened)
 
 
-def test_session_replies_without_logprobs_are_not_recorded(sessions, monkeypatch):
+def test_session_replies_without_logprobs_are_not_recorded(sessions, opened, monkeypatch):
     """SGLang writes null for a logprob that is no number."""
-    opened = sessions.open()
 
     async def answers(**_):
         finish, sampled = {"type": "stop"}, [[None, 5, None]]
@@ -112,7 +101,6 @@ def test_session_replies_without_logprobs_are_not_recorded(sessions, monkeypatch
         patch.setattr(sessions.server, "client", SimpleNamespace(url="gateway", generate=answers))
         assert sessions.ask(opened)[0] == 502
     assert sessions.ask(opened)[0] == 200
-    sessions.check(opened)
 
 
 def test_session_server_that_starts_again_goes_on(sessions):

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from helpers.services import group
-from helpers.trajectory_service import batch, begin, in_service, join, open_service, post, registration
+from helpers.trajectory_service import batch, begin, join, open_service, post, registration
 from recipe.atropos.trajectory_api import batching, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
 from recipe.atropos.trajectory_api.endpoints import RequestRefused
@@ -57,18 +56,6 @@ async def test_groups_larger_than_a_batch_are_refused_or_dropped(tmp_path):
         assert not list(service.queue)
 
 
-async def test_a_stock_trainer_is_told_which_sizes_fill_no_batch(service):
-    await delivery.register(service, registration(8))
-    with pytest.raises(RequestRefused, match="which groups of this size never fill"):
-        parse_a_group(service, size=3)
-    await post(service, 1, 2, 3, size=2)
-    await post(service, 4, 5, size=4)
-    assert await delivery.stock_batch(service) == 1 and await batch(service, 1) == [4, 5]
-    await post(service, 6, size=2)
-    delivery.stock_delivered(service, service.epoch, 1, written=True)
-    assert await delivery.stock_batch(service) == 2 and await batch(service, 2) == [1, 2, 3, 6]
-
-
 async def test_waiting_for_weights_is_said_of_groups_that_wait(service):
     """Of a stock environment, which asks for no ticket; a client that posts no /weights would look for them in vain."""
     await delivery.register(service, registration(8, after=0, max_staleness=0))
@@ -82,23 +69,12 @@ async def test_waiting_for_weights_is_said_of_groups_that_wait(service):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-@pytest.mark.parametrize("restart", [False, True])
-async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness, restart):
-    """Without a push; and once weights with it are pushed, the bound is as before."""
+async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_staleness):
+    """Without a push, over a restart too; and once weights with it are pushed, the bound is as before."""
 
     async def fill(service, env):
         while (ticket := await begin(service, env)) is not None:
             await post(service, 0, env=env, ticket=ticket)
-
-    async def later(service):
-        [env] = service.environments.by_id
-        assert service.trainer.empty == {1, 2, 3} and service.trainer.weights == 0
-        assert await begin(service, env) is None
-        await delivery.weights_pushed(service, 4)
-        assert service.trainer.empty == set() and status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 0
-        await fill(service, env)
-        assert await delivery.numbered_batch(service, 4 + max_staleness, 0, None) == 5 + max_staleness
-        assert await begin(service, env) is None
 
     async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0, max_staleness=max_staleness))
@@ -115,17 +91,21 @@ async def test_an_empty_batch_extends_the_bound_by_one_batch(tmp_path, max_stale
             assert await delivery.numbered_batch(service, number + max_staleness, 0, None) == number + 1 + max_staleness
         assert service.counts["empty_batches"] == 3
         assert status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 3
-        if not restart:
-            await later(service)
-    if restart:
-        await in_service(tmp_path, later)
+    async with open_service(tmp_path) as service:
+        assert service.trainer.empty == {1, 2, 3} and service.trainer.weights == 0
+        assert await begin(service, env) is None
+        await delivery.weights_pushed(service, 4)
+        assert service.trainer.empty == set() and status.diagnose(service)["trainer"]["empty_batches_in_a_row"] == 0
+        await fill(service, env)
+        assert await delivery.numbered_batch(service, 4 + max_staleness, 0, None) == 5 + max_staleness
+        assert await begin(service, env) is None
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """The service's; its ``now`` moves by hand."""
     clock = SimpleNamespace(now=time.monotonic(), monotonic=lambda: clock.now, time=time.time)
-    for module in (batching, delivery, environments, service_module):
+    for module in (batching, delivery, environments, ingest, service_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -231,27 +211,3 @@ async def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
         assert await delivery.numbered_batch(service, 0, 0, None) == 1 and await batch(service, 1) == [1, 2]
     async with open_service(tmp_path) as service:
         assert [entry.due for entry in service.queue] == [0], "after a restart too"
-
-
-async def always_ask(service, env):
-    while True:
-        answer = await ingest.begin(service, env, wait=5, more=True)
-        if answer["ticket"] is not None:
-            await post(service, 1, env=env, ticket=answer["ticket"])
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1])
-async def test_a_stock_backlog_does_not_starve_tickets(service, max_staleness):
-    """BaseEnv keeps three batches queued; an adapted environment with half of each batch gets its half."""
-    await delivery.register(service, registration(16, after=0, max_staleness=max_staleness))
-    stock, ours = await join(service), await join(service, min_batch_allocation=0.5)
-    trained = Counter()
-    asking = asyncio.ensure_future(always_ask(service, ours))
-    for after in range(20):
-        while service.environments.status(stock, service.queue)["queue_size"] * 4 < 3 * 16:
-            await post(service, 0, env=stock)
-        assert await delivery.numbered_batch(service, after, 5, None) == after + 1
-        trained.update(await batch(service, after + 1))
-        await delivery.weights_pushed(service, after + 1)
-    asking.cancel()
-    assert trained[1] == pytest.approx(60, abs=5)  # half, and its part of the rest

@@ -167,12 +167,6 @@ def test_groups_without_a_ticket_wait_for_their_turn():
     assert sorted(turns) == [False, True, True] and len(queue.tickets) == 1
 
 
-def test_a_ticket_is_closed_once():
-    queue = queue_of(8)
-    queue.add(Entry(1, None, 4, due=UNBOUNDED))
-    assert queue.claim(1).number == 1 and queue.claim(1) is None and queue.claim(None) is None
-
-
 def test_a_ticket_that_ends_without_a_group_is_refunded():
     """Also the part of it that its group does not need."""
     queue = queue_of(8)
@@ -262,13 +256,6 @@ def test_a_turn_that_moves_without_an_event_plans_anew(monkeypatch):
     now += 1
     queue.turn()
     assert cut_all(queue) == [[1]]
-
-
-def test_another_batch_size_plans_anew_and_drops_what_is_larger():
-    queue = queue_of(12, [4, 12, 6, 4])
-    queue.add(Entry(9, 3, 12, 120, id=9))
-    assert [entry.id for entry in queue.set_batch_size(8)] == [2, 9]
-    assert queue.sequences == 14 and cut_all(queue) == [[1], [3]]
 
 
 @pytest.mark.parametrize("sizes", [[4, 6, 4, 6, 4], [2, 12, 6, 4, 4, 4]])

@@ -22,7 +22,7 @@ async def ask(folder, head, body=b"", length=None):
         writer.close()
     service.store.check()
     assert await service.store.write(lambda connection: 1) == 1, "the store works"
-    service.close()
+    service.store.close()
     return answer.decode()
 
 

@@ -34,7 +34,7 @@ def api_in_a_thread(folder):
             found.extend([service, str(server.make_url(""))])
             started.set()
             await asyncio.to_thread(ended.wait)
-        service.close()
+        service.store.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()

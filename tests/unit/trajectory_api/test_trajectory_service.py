@@ -46,23 +46,6 @@ async def test_a_registration_that_is_refused_ends_no_trainer(service):
     assert await delivery.numbered_batch(service, 1, 0, 1) == 2
 
 
-async def test_no_trainer_gets_a_batch_of_another_size(tmp_path):
-    """Nor one that goes back behind the change of the size, which another trainer has made; but for committed ones."""
-    async with open_service(tmp_path) as service:
-        await delivery.register(service, registration(8, after=0))
-        await post(service, *range(4))
-        assert await batches(service, 0, 1) == [1, 2]
-        await delivery.register(service, registration(4, after=2))
-    async with open_service(tmp_path) as service:
-        assert (await delivery.register(service, registration(4, after=1)))["last"] == 1
-        assert await batches(service, 1, 2) == [2, 3]
-        assert [await batch(service, number) for number in (2, 3)] == [[2], [3]]
-        assert (await delivery.register(service, registration(4, after=2)))["last"] == 3
-        await delivery.commit(service, 1)
-        with pytest.raises(RequestRefused, match="batches through 1 are committed in another size"):
-            await delivery.register(service, registration(4, after=0))
-
-
 async def test_sizes_are_told_while_a_trainer_registers_again(service):
     """Its first attempt took so long that it sent another; environments that join meanwhile ask once."""
     await delivery.register(service, registration(8, after=0))
@@ -93,13 +76,6 @@ async def test_posts_amid_a_reset_are_kept_once(service):
     while (number := await delivery.numbered_batch(service, len(found), 0, None)) is not None:
         found += await batch(service, number)
     assert len(found) == len(set(found)) == len(stored) + 1
-
-
-async def test_each_registration_gets_an_epoch_of_its_own(service):
-    answers = await asyncio.gather(*(delivery.register(service, registration(8, after=0)) for _ in range(3)))
-    assert [answer["epoch"] for answer in answers] == [1, 2, 3] and service.epoch == 3
-    with pytest.raises(RequestRefused, match="registered later"):
-        await delivery.numbered_batch(service, 0, 0, 2)
 
 
 @pytest.mark.parametrize("sizes", [(8, 12), (12, 8), (12, 12), (12, 4)])
@@ -191,23 +167,6 @@ async def test_ids_of_deleted_groups_are_not_used_again(tmp_path):
         assert not await service.store.read(database.list_batches)
     async with open_service(tmp_path) as service:
         assert (service.next_id, service.latest) == (3, 2)
-
-
-async def test_a_stock_trainer_gets_no_batch_twice_over_a_restart(tmp_path):
-    async def stock(service):
-        number = await delivery.stock_batch(service)
-        delivery.stock_delivered(service, service.epoch, number, written=len(got) != 2)
-        got.append(number)
-
-    got = []
-    async with open_service(tmp_path) as service:
-        await delivery.register(service, registration(8))
-        await post(service, *range(10))
-        await stock(service)
-        await stock(service)
-    for _ in range(3):  # the first answer is lost
-        await in_service(tmp_path, stock)
-    assert got == [1, 2, 3, 3, 4]
 
 
 async def test_a_stock_trainer_gets_full_batches_after_another(tmp_path):
