@@ -229,9 +229,9 @@ async def batch(
         raise RequestRefused(409, f"{gone}; ask again, or register with after=N, a batch that the store has")
     response, parts = web.StreamResponse(headers=_JSON), _json_parts(number, records, after is not None)
     if wire.PACKED in caller.request.headers.get("Accept", ""):
-        message = wire.join(records)
-        head = {"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number), "Content-Length": str(len(message))}
-        response, parts = web.StreamResponse(headers=head), iter([message])
+        response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
+        parts = (wire.prefix([*map(len, records)]), *records)
+        response.content_length = sum(map(len, parts))
     written = await _written(caller.request, response, parts)
     if after is None:
         delivery.stock_delivered(service, epoch, number, written)

@@ -192,10 +192,7 @@ class TrajectoryStore:
         """Return the results of a transaction; repeat it while the disk is full."""
         while True:
             try:
-                self.check()
-                with self.connection as connection:  # commits at its end, or rolls back
-                    connection.execute("BEGIN IMMEDIATE")
-                    results = [function(connection, *args, **kwargs) for function, args, kwargs, _ in batch]
+                results = self._transaction(batch)
                 self.trouble = ""
                 return results
             except Exception as error:
@@ -205,6 +202,12 @@ class TrajectoryStore:
                     logger.error("%s: %s; answers wait until there is room", self.path, error)
                 self.trouble = f"{self.path}: {error}; make room there"
                 time.sleep(_FULL_RETRY)
+
+    def _transaction(self, batch: list[_Write]) -> list[Any]:
+        self.check()
+        with self.connection as connection:  # commits at its end, or rolls back
+            connection.execute("BEGIN IMMEDIATE")
+            return [function(connection, *args, **kwargs) for function, args, kwargs, _ in batch]
 
 
 def _is_full(error: Exception, folder: Path) -> bool:
