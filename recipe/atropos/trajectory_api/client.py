@@ -267,6 +267,7 @@ class TrajectoryApiClient:
         return await self._until_answered(attempt)
 
     async def _until_answered(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Try again until an answer comes. Not tenacity's: which limit holds depends on the newest failure."""
         begun = time.monotonic()
         lived, pause = begun, self._first_pause
         while True:
