@@ -305,7 +305,6 @@ def make_batch(trainer: RayGRPOAtroposTrainer, sizes: UpdateSizes) -> DataProto:
 
     mask = batch.batch["response_mask"]
     batch.meta_info["temperature"] = trainer.config.actor_rollout_ref.rollout.temperature
-    batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
     old_log_probs = trainer.actor.log_probs(batch)[0]["old_log_probs"]
     noise = torch.from_numpy(rng.normal(0.0, 0.1, mask.shape)).float()
     batch.batch["old_log_probs"] = (old_log_probs + noise) * mask

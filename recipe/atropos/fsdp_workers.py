@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 
 import recipe.atropos.verl_ext.engines  # noqa: F401  (registers the engines)
-from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.algorithm.losses import atropos_loss
 from recipe.atropos.checkpoint.shards import tensors_only
 from recipe.atropos.checkpoint.store import digests_of, verify
 from recipe.atropos.utils.hosts import interface_variables
@@ -53,12 +53,12 @@ class AtroposActorWorker(ActorRolloutRefWorker):
 
     actor_worker_cls = AtroposTrainingWorker
 
-    def __init__(self, config: DictConfig, role: str, distillation: DistillationConfig | None = None, **kwargs: Any):
+    def __init__(self, config: DictConfig, role: str, distillation: DictConfig, **kwargs: Any):
         # verl's check does not allow an actor with a reference but no rollout; init_model reads only self.role.
         super().__init__(config, "actor", **kwargs)
         self.role = role
         self._is_ref = role == "actor_ref"
-        self.distillation = distillation or DistillationConfig()
+        self.distillation = distillation
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -190,7 +190,8 @@ def check_run(run: Run, shows_key: bool = True) -> None:
 def prepare_run(plan: RunPlan) -> None:
     """Prepare the folder, which is locked: the weights to start from, the model, and a resumed run's changes."""
     if plan.start:
-        with progress(f"copying the weights of {plan.start.source.path}, step {plan.start.step}", plan.start.log):
+        label = f"copying the weights of {plan.start.source.path}, step {plan.start.step}"
+        with progress(label, plan.files.log("start")):
             plan.start.make()
         plan.config.actor_rollout_ref.model.path = plan.start.base
     else:

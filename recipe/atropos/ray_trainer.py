@@ -20,7 +20,6 @@ from omegaconf import open_dict
 from tqdm import tqdm
 
 from recipe.atropos.algorithm.advantages import KLCoefficient, RunningMoments, add_advantages
-from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy, staleness_metrics
 from recipe.atropos.algorithm.mini_batches import lay_out
 from recipe.atropos.algorithm.off_policy import COMPARED, compare_with_engine, configure_bypass_mode
@@ -41,7 +40,7 @@ from recipe.atropos.data.rows import (
 )
 from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.data.scored_group import Group
-from recipe.atropos.errors import NothingToTrain, Preempted, secondary_errors
+from recipe.atropos.errors import NothingToTrain, Preempted
 from recipe.atropos.run.evaluations import heldout_scores, needs_evaluation, wait_until_evaluated
 from recipe.atropos.run.record import RunRecord
 from recipe.atropos.run.trackers import Trackers
@@ -81,7 +80,6 @@ class RayGRPOAtroposTrainer:
         self.config, self.tokenizer = config, tokenizer
         atropos = config.trainer.atropos
         self.advantage_moments = RunningMoments()
-        self.distillation = DistillationConfig(**atropos.distillation)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl) if config.algorithm.use_kl_in_reward else None
         configure_bypass_mode(config)
         actor_rollout_ref = config.actor_rollout_ref
@@ -108,7 +106,7 @@ class RayGRPOAtroposTrainer:
 
     def init_workers(self) -> None:
         """Start the actor's ranks under Ray, load the model, and find the servers to which its weights are pushed."""
-        self.actor = ActorGroup(self.config, self.distillation)
+        self.actor = ActorGroup(self.config)
         self.actor.check_shared(Path(self.config.trainer.default_local_dir))
         if self.config.trainer.atropos.replay:
             self.checkpoint_manager = NoServers()
@@ -138,8 +136,7 @@ class RayGRPOAtroposTrainer:
                 self._end_if_preempted()
                 signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the same command exports the model again
             finally:
-                with secondary_errors():
-                    self.checkpoint_manager.onload_servers()
+                self.checkpoint_manager.onload_servers()
         self.record.write_summary()
 
     def fit_step(self) -> None:
@@ -211,7 +208,6 @@ class RayGRPOAtroposTrainer:
         self._groups_fetched = fetched
         self._check_sampling(batch)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         return batch
 
     def _batch_of(
@@ -221,7 +217,7 @@ class RayGRPOAtroposTrainer:
         rows, report = read_groups(groups, self.limits, versions)
         if not rows:
             return None, report
-        layout = lay_out(
+        ordered, mini_batches, balance = lay_out(
             rows,
             report.group_sizes,
             self.mini_batch_size,
@@ -229,12 +225,12 @@ class RayGRPOAtroposTrainer:
             multiple_of=self.actor.rows_multiple,
             balance=self.config.trainer.balance_batch,
         )
-        batch = rows_to_data_proto(layout.rows, self.limits)
-        batch.meta_info["mini_batches"] = layout.mini_batches
+        batch = rows_to_data_proto(ordered, self.limits)
+        batch.meta_info["mini_batches"] = mini_batches
         if has_several_rows(batch):
             require_defined(self.config)
         report.padding_rows = len(batch) - len(rows)
-        self.metrics |= layout.metrics
+        self.metrics |= balance
         return batch, report
 
     def _check_sampling(self, batch: DataProto) -> None:
@@ -321,7 +317,7 @@ class RayGRPOAtroposTrainer:
         Raises:
             NothingToTrain: the loss is distillation only, and no row of the batch has a teacher.
         """
-        if not self.distillation.use_policy_loss and "teacher_ids" not in batch.batch:
+        if not self.config.trainer.atropos.distillation.use_policy_loss and "teacher_ids" not in batch.batch:
             raise NothingToTrain(
                 "trainer.atropos.distillation.use_policy_loss=false, but no row of this batch has distill_token_ids "
                 "and distill_logprobs; let the environment send them, or set it to true"
@@ -370,9 +366,11 @@ class RayGRPOAtroposTrainer:
     def _collect_metrics(self) -> None:
         """Add what is known only after the update and the push, to the metrics and to the run's totals."""
         rows = self._rows
-        self.metrics |= compute_timing_metrics(rows, self.timing_raw)
-        self.metrics |= compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size)
-        self.metrics |= compute_variance_proxy_metrics(rows, gradient_norm=self.metrics.get("actor/grad_norm"))
+        self.metrics |= {
+            **compute_timing_metrics(rows, self.timing_raw),
+            **compute_throughout_metrics(rows, self.timing_raw, n_gpus=self.actor.world_size),
+            **compute_variance_proxy_metrics(rows, gradient_norm=self.metrics.get("actor/grad_norm")),
+        }
         groups = len(set(rows.non_tensor_batch["uid"]))
         self.record.totals.add_batch(
             score=self.metrics["atropos/mean_score"],
@@ -414,7 +412,6 @@ class RayGRPOAtroposTrainer:
         """Return the policy's logprobs of the rows' responses, (B, R) float32."""
         batch = rows_to_data_proto(rows, self.limits, multiple_of=self.actor.world_size * self.actor.rows_multiple)
         batch.meta_info["temperature"] = self.config.actor_rollout_ref.rollout.temperature
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(dim=-1).tolist()
         return self.actor.log_probs(batch)[0]["old_log_probs"][: len(rows)]
 
     def _load_checkpoint(self) -> None:

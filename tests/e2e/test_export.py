@@ -25,8 +25,10 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.launch import report_model
 from recipe.atropos.main import export_model
 from recipe.atropos.run.record import update_summary
+from recipe.atropos.tensors.format import read_shapes
 from recipe.atropos.utils import debug
 from recipe.atropos.utils.files import DiskFull, append_line
+from recipe.atropos.weight_sync.names import PushedNames
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("alone")]
 
@@ -39,7 +41,7 @@ PROMPT = "What is 2 + 2?"
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lora_rank):
-    """Names and values, bit for bit; merged as it is pushed to the servers."""
+    """Names and values, bit for bit, as those of a push, whose names are known without the data."""
     if lora_rank and family in WITHOUT_LORA:
         pytest.skip("attention without q_proj and v_proj of every layer, or with others")
     engine = trained(make_model(family), lora_rank)
@@ -47,11 +49,16 @@ def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lor
     export_checkpoint(run, choose_checkpoint(run), tmp_path / "out")
     exported = load_file(tmp_path / "out/model.safetensors")
 
-    pushed = dict(engine.get_per_tensor_param()[0])
+    pushed = list(engine.get_per_tensor_param()[0])
+    shapes, checkpoint = engine.checkpoint_format.shapes, read_shapes(make_model(family))
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in pushed} and len(shapes) == len(pushed)
+    assert [*PushedNames(engine.checkpoint_format, checkpoint, "it").checked(iter(pushed))] == pushed
+    pushed, tied = dict(pushed), {"lm_head.weight"} if "tied" in family else set()
+    assert pushed.keys() - tied == checkpoint.keys()
     plain = engine.module.merge_and_unload() if lora_rank else engine.module
     plain.save_pretrained(tmp_path / "saved")
     saved = load_file(tmp_path / "saved/model.safetensors")
-    assert exported.keys() == saved.keys()
+    assert exported.keys() == saved.keys() == checkpoint.keys()
     for name, tensor in exported.items():
         assert torch.equal(tensor, pushed[name]), name
         torch.testing.assert_close(tensor, saved[name], rtol=0, atol=1e-6 if lora_rank else 0)
@@ -120,24 +127,42 @@ def test_export_rounds_only_when_asked(small_run, tmp_path):
 
 
 def test_export_at_the_end_never_ends_a_run(make_model, tmp_path, capsys, caplog):
-    """Whatever is wrong: an unknown type of model, the user's own files; ``save_lora_only`` counts with LoRA alone."""
-    only = "+actor_rollout_ref.actor.checkpoint.save_lora_only=true"
+    """Whatever is wrong, the run is complete; the launcher names what is there, or why nothing is."""
+
+    def told():
+        return " ".join(capsys.readouterr().out.split())
+
+    only = "+actor_rollout_ref.actor.checkpoint.save_lora_only=true"  # counts with LoRA alone
     run = saved_run(tmp_path / "run", configuration(make_model("qwen2"), only), trained(make_model("qwen2")))
+    options = [f"actor_rollout_ref.model.path={make_model('qwen2')}", "trainer.total_training_steps=1"]
+    launched = run_of(compose_config(*options), run.path)
     export_model(run)
-    assert f"model exported to {run.model}" in capsys.readouterr().out and not run.adapter.exists()
+    assert f"model exported to {run.model}: step 1, float32" in told() and not run.adapter.exists()
+    card = (run.model / "README.md").read_text()
+    append_line(run.evaluations, {"step": 1, "env": "e", "metrics": {"accuracy": 0.5}, "main": "accuracy"})
+    report_model(launched)
+    assert "| e | accuracy |" not in card and "| e | accuracy |" in (run.model / "README.md").read_text()
+    assert "run/model: step 1, float32" in told()
+
     (run.model / "export.json").unlink()
     export_model(run)
-    assert f"model not exported: {run.model}: holds other files" in capsys.readouterr().out and run.model.exists()
+    assert f"model not exported: {run.model}: holds other files" in told() and run.model.exists()
     shutil.rmtree(run.model)
     [config] = run.checkpoints.glob("*/actor/huggingface/config.json")
-    text = config.read_text()
-    config.write_text(text.replace('"qwen2"', '"qwenX"'))
+    config.write_text(config.read_text().replace('"qwen2"', '"qwenX"'))  # an unknown type of model
     complete = config.parents[2] / "complete.json"  # as saved by a version without digests
     complete.write_text(json.dumps(json.loads(complete.read_text()) | {"digests": {}}))
     export_model(run)
-    told = capsys.readouterr().out
-    assert "model not exported: ValueError: " in told and "qwenX" in told and len(told.splitlines()) == 1
-    assert "Traceback" in caplog.text and not run.model.exists()
+    [line] = capsys.readouterr().out.splitlines()
+    assert "model not exported: ValueError: " in line and "qwenX" in line
+    report_model(launched)
+    assert "Traceback" in caplog.text and not run.model.exists() and "none is exported: see" in told()
+
+    config = configuration(make_model("qwen2"), "trainer.save_freq=-1")
+    export_model(saved_run(run.path, config, trained(make_model("qwen2"))))  # by a preemption, at an earlier step
+    assert not run.model.exists()
+    report_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
+    assert "none is exported: trainer.save_freq saves no checkpoint" in told()
 
 
 def test_export_of_an_adapter_is_peft_s(make_model, tmp_path):
@@ -325,35 +350,6 @@ def test_export_of_other_tensors_than_the_model_s_is_refused(make_model, tmp_pat
         with pytest.raises(ExportError, match=told):
             export_checkpoint(run, path.parents[1], run.model)
     assert not run.model.exists() and not list(run.path.glob(".*.partial"))
-
-
-def test_export_at_the_end_that_cannot_be_is_told_of(make_model, tmp_path, capsys):
-    """The run is complete all the same; the launcher names what is there, or why nothing is."""
-    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), trained(make_model("qwen2")))
-    options = [f"actor_rollout_ref.model.path={make_model('qwen2')}", "trainer.total_training_steps=1"]
-    launched = run_of(compose_config(*options), run.path)
-    export_model(run)
-    report_model(launched)
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"model exported to {run.model}: step 1, float32" in told and "run/model: step 1, float32" in told
-    card = (run.model / "README.md").read_text()
-    append_line(run.evaluations, {"step": 1, "env": "e", "metrics": {"accuracy": 0.5}, "main": "accuracy"})
-    report_model(launched)
-    assert "| e | accuracy |" not in card and "| e | accuracy |" in (run.model / "README.md").read_text()
-
-    shutil.rmtree(run.model)
-    [actor] = run.checkpoints.glob("*/actor")
-    (actor / "model_world_size_1_rank_0.pt").rename(actor / "model_world_size_2_rank_0.pt")
-    shutil.copy(actor / "model_world_size_2_rank_0.pt", actor / "model_world_size_1_rank_0.pt")  # as complete.json says
-    export_model(run)
-    assert "model not exported: " in capsys.readouterr().out and not run.model.exists()
-    report_model(launched)
-    assert "none is exported: see" in capsys.readouterr().out
-    config = configuration(make_model("qwen2"), "trainer.save_freq=-1")
-    export_model(saved_run(run.path, config, trained(make_model("qwen2"))))  # by a preemption, at an earlier step
-    assert not run.model.exists()
-    report_model(run_of(compose_config(*options, "trainer.save_freq=-1"), run.path))
-    assert "none is exported: trainer.save_freq saves no checkpoint" in " ".join(capsys.readouterr().out.split())
 
 
 def test_export_on_a_full_disk_leaves_the_former(small_run, full_disk):

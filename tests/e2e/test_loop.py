@@ -15,17 +15,18 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from helpers.checksums import assert_serves
 from helpers.export import assert_export_is_what_is_served
 from helpers.services import get, post, running_api
-from helpers.sglang import PROMPTS, call, make_tiny_model, running_sglang, sampled_groups
+from helpers.sglang import greedy, make_tiny_model, running_sglang, sampled_groups, version_of
 from helpers.trainer import (
     CPU_OVERRIDES,
-    compose_config,
+    fit_on,
     model_vocab,
+    post_when_registered,
     pushed_weights,
     random_group,
     running,
+    trainer_config,
     update,
 )
 from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
@@ -39,56 +40,21 @@ from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.verl_ext import worker_group
-from recipe.atropos.weight_sync.probe import probe_servers, sample
+from recipe.atropos.weight_sync.probe import sample
 from recipe.atropos.weight_sync.servers import WeightPushError
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("cluster")]
 
 
 def make_trainer(model_path, server, api_url, run_dir, *overrides):
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"inference.urls=[{server}]",
-        f"trainer.atropos.api_url={api_url}",
-        "trainer.atropos.max_wait_time=60",
-        f"run.dir={run_dir}",
-        "data.train_batch_size=2",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        *overrides,
-    )
-    return running(config)
+    options = ["trainer.atropos.max_wait_time=60", *overrides]
+    return running(trainer_config(model_path, run_dir, [server], *options, groups=2, size=4, lr=1e-3, api=api_url))
 
 
 def make_sharded(model_path, server, folder, strategy, world, *overrides):
     """A trainer of so many ranks, without a Trajectory API."""
     sharding = [f"actor_rollout_ref.actor.strategy={strategy}", f"trainer.n_gpus_per_node={world}"]
     return make_trainer(model_path, server, "http://127.0.0.1:1", folder, *sharding, *overrides)
-
-
-def greedy(server):
-    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    replies = call(server, lambda client: client.generate(input_ids=PROMPTS, sampling_params=parameters))
-    return [reply["output_ids"] for reply in replies]
-
-
-def version_of(server):
-    return call(server, SGLangClient.weight_version)
-
-
-@pytest.mark.parametrize(("transport", "strategy", "world"), [("tensor", "fsdp", 2), ("distributed", "fsdp2", 2)])
-@pytest.mark.slow
-def test_sharded_weights_arrive_by_every_transport(model_path, server, tmp_path, transport, strategy, world):
-    """Compared tensor by tensor, and by what engine and trainer make of them."""
-    option = f"trainer.atropos.weight_sync.transport={transport}"
-    with make_sharded(model_path, server, tmp_path, strategy, world, option) as trainer:
-        options = {"fleet": trainer.checkpoint_manager.fleet, "vocab_size": model_vocab(model_path)}
-        options |= {"dtype": "float32", "temperature": 1.0, "compute": trainer._log_probs_of}
-        for version in (100, 101):
-            metrics = trainer.checkpoint_manager.update_weights(version)
-            assert metrics["weight_sync/version"] == version
-            assert_serves(server, model_path)
-            assert probe_servers(version, [server], **options)["weight_sync/probe_gap"] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -141,20 +107,6 @@ def probing(model_path, server, tmp_path_factory):
         yield trainer
 
 
-def test_a_push_that_fails_raises_and_the_version_in_force_stays(probing, server, tmp_path):
-    folder = Path(probing.config.run.dir, "weights")
-    probing.checkpoint_manager.update_weights(7)
-    folder.rename(tmp_path / "moved")
-    folder.write_text("a file where the folder should be")
-    with pytest.raises(Exception, match="weights"):
-        probing.checkpoint_manager.update_weights(8)
-    assert probing.checkpoint_manager.version == 7
-    assert version_of(server) == "7"
-    folder.unlink()
-    probing.checkpoint_manager.update_weights(8)
-    assert version_of(server) == "8"
-
-
 def test_probe_catches_other_weights_and_older_keys(probing, model_path, server, tmp_path):
     """True pushes pass.
 
@@ -199,21 +151,6 @@ def fit(model_path, server, run_dir, folder, groups, *overrides):
     with running_api(folder) as api, make_trainer(model_path, server, api.url, run_dir, *overrides) as trainer:
         fit_on(trainer, groups)
     return pushed_weights(run_dir, trainer.total_training_steps), trainer
-
-
-def fit_on(trainer, groups):
-    """``fit``, with ``groups`` posted from its registration on."""
-    url = trainer.config.trainer.atropos.api_url
-    poster = threading.Thread(target=_post_when_registered, args=(url, groups), daemon=True)
-    poster.start()
-    trainer.fit()
-    poster.join(10)
-
-
-def _post_when_registered(url, groups):
-    until(lambda: get(f"{url}/info")["batch_size"] != -1, 200, told=lambda: "no trainer registers")
-    for item in groups:
-        post(f"{url}/scored_data", item)
 
 
 def a_day_passes_at_each_batch(patch):
@@ -291,7 +228,7 @@ def test_trainer_killed_before_a_push_leaves_no_wrong_sample(model_path, server,
         command.append(f"actor_rollout_ref.model.path={model_path}")
         first = start_service("trainer", command, log_path=tmp_path / "trainer.log", cwd=tmp_path)
         try:
-            _post_when_registered(api.url, stamped(server, range(4)))
+            post_when_registered(api.url, stamped(server, range(4)))
             assert first.process.wait(120) == -signal.SIGKILL, first.tail()
         finally:
             first.stop(grace=1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.workers.config import FSDPEngineConfig
@@ -30,12 +29,9 @@ def joined(rank, world, folder):
     from recipe.atropos.verl_ext.engines import CPUFSDPEngine
 
     class Rank(CPUFSDPEngine):
-        """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer.
+        """As verl makes it, with the model's weights on rank 0 alone, but without an optimizer."""
 
-        ``changes``: whether the adapter changes what the model computes.
-        """
-
-        def __init__(self, model, strategy, mesh, lora_rank, changes=True):
+        def __init__(self, model, strategy, mesh, lora_rank):
             self.engine_config = FSDPEngineConfig(strategy=strategy)
             self.model_config = SimpleNamespace(lora_rank=lora_rank, lora={"merge": True})
             self.device_mesh = mesh
@@ -45,7 +41,7 @@ def joined(rank, world, folder):
             self.starts_on_meta = next(module.parameters()).is_meta
             self.checkpoint_format = CheckpointFormat(module)
             if lora_rank:
-                settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": not changes}
+                settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
                 module = get_peft_model(module, LoraConfig(r=lora_rank, **settings))
             self.module = self._build_fsdp_module(module)
 
@@ -69,31 +65,8 @@ def run_ranks(monkeypatch, function, world, *arguments):
             process.kill()
 
 
-def stream_of_a_rank(rank, world, model, folder):
-    """What a rank streams, for each strategy, in full and with a merged adapter; as FOLDER/RANK-STRATEGY-LORA."""
-    make = joined(rank, world, folder)
-    for strategy, lora_rank in itertools.product(("fsdp", "fsdp2"), (0, 4)):
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=["fsdp"])
-        engine = make(model, strategy, mesh, lora_rank, changes=False)
-        assert engine.starts_on_meta == bool(rank)
-        torch.save(engine.streamed(), f"{folder}/{rank}-{strategy}-{lora_rank}")
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_names_of_every_rank_are_those_of_the_checkpoint(tmp_path, monkeypatch):
-    """FSDP1 and FSDP2 over two ranks: gathering is a collective, so both go through the same names in one order."""
-    model = make_family(tmp_path / "model", "mixtral")
-    run_ranks(monkeypatch, stream_of_a_rank, 2, model, tmp_path)
-    saved = load_file(model / "model.safetensors")
-    for strategy, lora_rank in itertools.product(("fsdp", "fsdp2"), (0, 4)):
-        first, second = (torch.load(tmp_path / f"{rank}-{strategy}-{lora_rank}") for rank in (0, 1))
-        assert [name for name, _ in first] == [name for name, _ in second]
-        assert dict(first).keys() == saved.keys() and all(torch.equal(tensor, saved[name]) for name, tensor in first)
-
-
 def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
-    """Each layout in FOLDER/STRATEGY-FSDP_SIZE-LORA, and by rank 0 what it streams, as a dict in FOLDER/NAME.pt."""
+    """Each layout in FOLDER/STRATEGY-FSDP_SIZE-LORA, and what a rank streams in FOLDER/NAME-RANK.pt."""
     make = joined(rank, world, folder)
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.workers.engine.fsdp.utils import create_device_mesh
@@ -107,25 +80,31 @@ def save_by_a_rank(rank, world, fsdp_sizes, model, folder):
             engine.module, processing_class=tokenizer, checkpoint_config=contents
         )
         engine.save_checkpoint(f"{folder}/{name}/checkpoints/global_step_1/actor")
-        weights = dict(engine.streamed())
-        if rank == 0:
-            torch.save(weights, f"{folder}/{name}.pt")
+        assert engine.starts_on_meta == bool(rank) or fsdp_size > 0
+        torch.save(engine.streamed(), f"{folder}/{name}-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "fsdp_sizes"), [(4, (-1, 2)), (3, (-1,))], ids=["four", "three"])
 def test_export_of_several_ranks_is_what_they_push(tmp_path, monkeypatch, world, fsdp_sizes):
-    """FSDP1 and FSDP2, in full and with an adapter; over four, and over two with replicas; over three, unevenly."""
+    """FSDP1 and FSDP2, in full and with an adapter; over four, and over two with replicas; over three, unevenly.
+
+    Gathering is a collective, so all ranks go through the names of the model's checkpoint in one order.
+    """
     model = make_family(tmp_path / "model", "mixtral")
     run_ranks(monkeypatch, save_by_a_rank, world, fsdp_sizes, model, tmp_path)
+    base = load_file(model / "model.safetensors")
     cases = [f"{strategy}-{size}-{lora}" for strategy in ("fsdp", "fsdp2") for size in fsdp_sizes for lora in (0, 4)]
     for name in cases:
         run = RunDir(tmp_path / name)
         run.config.write_bytes(configuration(model))
         export_checkpoint(run, run.checkpoints / "global_step_1", run.model)
-        exported, pushed = load_file(run.model / "model.safetensors"), torch.load(tmp_path / f"{name}.pt")
-        assert exported.keys() == pushed.keys(), name
+        streams = [torch.load(tmp_path / f"{name}-{rank}.pt") for rank in range(world)]
+        assert all([key for key, _ in each] == [key for key, _ in streams[0]] for each in streams), name
+        exported, pushed = load_file(run.model / "model.safetensors"), dict(streams[0])
+        assert exported.keys() == pushed.keys() == base.keys(), name
+        assert name.endswith("-4") or all(torch.equal(tensor, base[key]) for key, tensor in pushed.items()), name
         assert all(torch.equal(tensor, pushed[key]) for key, tensor in exported.items()), name
         saved = run.checkpoints / "global_step_1/actor"
         assert len(list(saved.glob(f"model_world_size_{world}_rank_*.pt"))) == world

@@ -14,11 +14,12 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import dynamic_module_utils
 
 import helpers.pigeon_transport  # noqa: F401  (registers a fourth)
 from helpers.checksums import can_checksum
-from helpers.sglang import call, make_tiny_model, running_sglang
+from helpers.export import answers_of
+from helpers.sglang import PROMPTS, call, greedy, make_tiny_model, running_sglang, version_of
 from helpers.transports import LIMIT, engine, send, shared_memory, weights_of
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.utils.hosts import address_towards
@@ -31,7 +32,6 @@ from recipe.atropos.weight_sync.transports import distributed
 pytestmark = pytest.mark.timeout(240)
 
 TRANSPORTS = ["disk", "distributed", "tensor"]
-PROMPT = [10, 11, 12, 20, 21]
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,8 @@ def version():
     return time.time_ns()
 
 
-def reported(url):
-    return call(url, lambda client: client.weight_version())
-
-
-def greedy(url, timeout=30):
-    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    return call(url, lambda c: c.generate(input_ids=PROMPT, sampling_params=parameters), timeout)["output_ids"]
-
-
 def expected(model):
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    output = plain.generate(torch.tensor([PROMPT]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
-    return output[0, len(PROMPT) :].tolist()
+    return answers_of(model, PROMPTS, 12)
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "pigeon"])
@@ -81,7 +70,7 @@ def test_the_server_computes_with_what_was_pushed(server, models, tmp_path, vers
     for i, model in enumerate(("new", "old", "new")):  # the second and third find group and buffers as they were left
         metrics = send(pusher, models[model], version + i)
         kept.append(shared_memory() - others)
-        assert greedy(server) == expected(models[model]) and reported(server) == str(version + i)
+        assert greedy(server) == expected(models[model]) and version_of(server) == str(version + i)
     assert metrics["weight_sync/bytes"] == sum(tensor.nbytes for _, tensor in weights_of(models["new"]))
     assert 0 < metrics["weight_sync/pause_s"] <= metrics["weight_sync/total_s"]
     assert kept[1] == kept[2] and bool(kept[2]) == (transport == "tensor")
@@ -97,7 +86,7 @@ def test_bfloat16_and_tied_embeddings_arrive_bit_for_bit(tied_server, models, tm
     send(pusher, models["old-tied"], version)
     before = greedy(tied_server)
     metrics = send(pusher, models["new-tied"], version + 1)
-    assert greedy(tied_server) != before and reported(tied_server) == str(version + 1)
+    assert greedy(tied_server) != before and version_of(tied_server) == str(version + 1)
     assert metrics["weight_sync/bytes"] == sum(tensor.numel() * 2 for _, tensor in weights_of(models["new-tied"]))
 
 
@@ -151,9 +140,9 @@ def test_a_stream_that_breaks_leaves_the_old_version_in_force(server, models, tm
     send(pusher, models["new"], version)
     with pytest.raises(RuntimeError, match="out of memory, say"):
         asyncio.run(pusher.send_weights(breaking(), version + 1, [server]))
-    assert reported(server) == str(version), "half of the weights are no version"
+    assert version_of(server) == str(version), "half of the weights are no version"
     send(pusher, models["old"], version + 2)
-    assert greedy(server) == expected(models["old"]) and reported(server) == str(version + 2)
+    assert greedy(server) == expected(models["old"]) and version_of(server) == str(version + 2)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -166,7 +155,7 @@ def test_transport_refuses_a_server_of_another_model(server, models, tmp_path, v
     with pytest.raises(WeightPushError, match="dtype float32, inference.dtype is bfloat16"):
         half = engine([server], transport, tmp_path, model_path=str(models["new"]), dtype="bfloat16")
         send(half, models["new"], version + 1)
-    assert greedy(server) == expected(models["new"]) and reported(server) == str(version)
+    assert greedy(server) == expected(models["new"]) and version_of(server) == str(version)
     send(engine([server], transport, tmp_path, model_path=str(models["old"])), models["old"], version + 1)
 
 
@@ -205,7 +194,7 @@ def test_transport_names_a_folder_that_a_server_does_not_see(server, models, tmp
     pusher._transport.stage = stage_elsewhere
     with pytest.raises(WeightPushError, match=f"on {server}.*Is {unseen} a folder that this server can read"):
         send(pusher, models["old"], version + 1)
-    assert reported(server) == str(version)
+    assert version_of(server) == str(version)
     call(server, lambda client: client.resume())
     assert greedy(server) == expected(models["new"])
 
@@ -234,14 +223,14 @@ def test_transport_names_a_server_that_hangs_or_dies_in_a_push(server, models, t
         assert seconds < 15 + 30, "one request's time, and some to tidy up"
         for process in service.members():
             process.send_signal(signal.SIGCONT)
-        assert reported(server) == str(version)
+        assert version_of(server) == str(version)
         send(pusher, models["new"], version + 2)
         assert greedy(second) == greedy(server) == expected(models["new"])
 
         told, seconds = failure(pusher, signalling(signal.SIGKILL), version + 3)
         assert re.search(f"in phase 'deliver' on .*{second}", told)
         assert seconds < 15, "nobody waits for it in vain"
-        assert reported(server) == str(version + 2)
+        assert version_of(server) == str(version + 2)
         pusher.urls = [server]
         send(pusher, models["old"], version + 4)
         assert greedy(server) == expected(models["old"])
@@ -292,7 +281,7 @@ def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, ver
     send(pusher, models["old"], version)
     memory.resume([server])
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
-    request = partial(SGLangClient.generate, input_ids=PROMPT, sampling_params=parameters)
+    request = partial(SGLangClient.generate, input_ids=PROMPTS[0], sampling_params=parameters)
     with ThreadPoolExecutor() as threads:
         running = threads.submit(call, server, request, 120)
         time.sleep(0.5)
@@ -338,8 +327,8 @@ def test_transport_refuses_a_server_that_cannot_be_paused(
         found = await capabilities(client, **options)
         return replace(found, arguments=found.arguments | {flag: 2})
 
-    before = reported(server), greedy(server)
+    before = version_of(server), greedy(server)
     monkeypatch.setattr(SGLangClient, "capabilities", with_flag)
     told, _ = failure(engine([server], transport, tmp_path), weights_of(models["new"]), version)
     assert re.search(f"{server} runs with {flag}=2, and such a server {said}", told)
-    assert (reported(server), greedy(server)) == before
+    assert (version_of(server), greedy(server)) == before

@@ -12,10 +12,9 @@ import torch
 from ray.util.placement_group import remove_placement_group
 from transformers import AutoModelForCausalLM
 
-from helpers.trainer import begin_step, compose_config, model_vocab, random_group, running, update
+from helpers.trainer import compose_config, model_vocab, random_group, running, trainer_config, update
 from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
-from recipe.atropos.data.sampling import SamplingCheck
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
 
@@ -23,18 +22,9 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
 
 def of_strategy(model_path, folder, strategy, world, *overrides):
-    config = compose_config(
-        "data.train_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
-        "inference.urls=[http://127.0.0.1:1]",
-        "algorithm.rollout_correction.rollout_is=null",  # the engine logprobs here are random
-        f"actor_rollout_ref.model.path={model_path}",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"trainer.n_gpus_per_node={world}",
-        f"run.dir={folder}",
-        *overrides,
-    )
-    return running(config)
+    options = ["algorithm.rollout_correction.rollout_is=null", *overrides]  # the engine logprobs here are random
+    values = {"groups": 4, "size": 4, "strategy": strategy, "world": world}
+    return running(trainer_config(model_path, folder, ["http://127.0.0.1:1"], *options, **values))
 
 
 @pytest.fixture(
@@ -54,13 +44,9 @@ def plain(model_path):
 
 
 def token_logprobs(model, row):
-    """(R_i,) logprobs of a row's response tokens by plain transformers, one unpadded sequence at a time.
-
-    At the temperature that the row was sampled at, where it is known.
-    """
+    """(R_i,) logprobs of a row's response tokens by plain transformers, one unpadded sequence at a time."""
     ids = torch.from_numpy(np.concatenate([row.prompt, row.response]))[None]
-    temperature = row.sampling[0].temperature if row.sampling else 1.0
-    logprobs = torch.log_softmax(model(ids).logits[0].float() / temperature, dim=-1)
+    logprobs = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
     start = len(row.prompt)
     return logprobs[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]]
 
@@ -102,34 +88,9 @@ def test_worker_logprobs_are_those_of_transformers(trainer, plain, model_path, t
     rows, _ = read_groups(a_batch(trainer, model_path, turns, seed=turns), trainer.limits)
     assert len({len(row.prompt) for row in rows}) > 3, "left padding of several widths"
     batch = rows_to_data_proto(rows, trainer.limits, multiple_of=16)
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    batch.meta_info["temperature"] = 1.0
     result, _ = trainer.actor.log_probs(batch)
     assert_logprobs(result["old_log_probs"], plain, rows)
-
-
-def test_sampling_temperature_of_each_row_is_computed(trainer, plain, model_path):
-    """Logprobs under ``per_row``; unknown and padding rows are at the trainer's temperature.
-
-    The engine's logprobs are random here, and the rows fresh: an alarm.
-    """
-    groups = a_batch(trainer, model_path, turns=2, seed=13)
-    for group, temperatures in zip(groups, [(0.7, 1.3, 0.7), (0.5, 1.0, 2.0), (None, 1.0, 0.7)], strict=True):
-        given = [None if t is None else [{"temperature": t}] for t in temperatures]
-        group["group_overrides"] = {"sampling_params": given, "policy_version_min": [0, 0, 0]}
-    rows, _ = read_groups(groups, trainer.limits)
-    batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=trainer.mini_batch_size)
-    begin_step(trainer, batch, step=1)
-    check, trainer.sampling_check = trainer.sampling_check, SamplingCheck(temperature=1.0, mode="per_row")
-    try:
-        trainer._check_sampling(batch)
-    finally:
-        trainer.sampling_check = check
-    assert trainer.metrics["atropos/rows_with/other_temperature"] == 6
-    trainer._compute_log_probs(batch)
-    assert_logprobs(batch.batch["old_log_probs"], plain, rows)
-    trainer.metrics |= trainer._later.pop()()
-    trainer._raise_alarms()
-    assert trainer.metrics["atropos/alarms/logprob_difference"] > 0.1
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -200,7 +161,7 @@ def test_placement_of_rank_0_away_from_local_servers_is_refused(cluster, monkeyp
         "actor_rollout_ref.model.path=none", "inference.urls=[http://localhost:1]", "trainer.n_gpus_per_node=1"
     )
     with pytest.raises(ConfigurationError, match="http://localhost:1: the trainer's rank 0"):
-        actor.ActorGroup(config, None)
+        actor.ActorGroup(config)
     for group in pool.pgs:
         remove_placement_group(group)
 

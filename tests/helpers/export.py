@@ -112,12 +112,13 @@ def served_answers(url):
     return [reply["output_ids"] for reply in replies]
 
 
-def answers_of(folder):
+def answers_of(folder, prompts=PROMPTS, tokens=NEW_TOKENS):
+    """What transformers answers, greedily."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model.generation_config.eos_token_id = None  # as ignore_eos
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    options = {"do_sample": False, "max_new_tokens": tokens}
     answers = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         answers.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist())
     return answers

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import ray
 import torch
-from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.utils.config import omega_conf_to_dataclass
 
-from helpers.trainer import begin_step, compose_config, model_vocab, pushed_weights, random_group, running
-from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from helpers.loss import distilling
+from helpers.trainer import begin_step, model_vocab, pushed_weights, random_group, running, trainer_config
+from recipe.atropos.algorithm.losses import atropos_loss
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.sampling import SamplingCheck
 
@@ -21,18 +21,10 @@ from recipe.atropos.data.sampling import SamplingCheck
 @contextmanager
 def sgd_trainer(model_path, folder, *overrides):
     """A trainer whose first model every ``Update`` starts from."""
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"run.dir={folder / 'run'}",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.optim.optimizer=SGD",
-        "actor_rollout_ref.actor.optim.lr=1",
-        "actor_rollout_ref.actor.optim.weight_decay=0",
-        "actor_rollout_ref.actor.optim.clip_grad=1e9",
-        "inference.urls=[]",  # a push then only writes the weights
-        *overrides,
-    )
+    optimizer = {"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}
+    options = [f"actor_rollout_ref.actor.optim.{key}={value}" for key, value in optimizer.items()]
+    # Without servers a push only writes the weights.
+    config = trainer_config(model_path, folder / "run", [], *options, *overrides, groups=4, size=4, lr=1)
     with running(config) as trainer:
         trainer.defaults = config.algorithm.copy()
         trainer.start = str(folder / "start")
@@ -65,10 +57,8 @@ class Update:
         for key, value in dict(actor).items():
             target, _, name = key.rpartition(".")
             object.__setattr__(getattr(config, target) if target else config, name, value)
-        loss = partial(atropos_loss, config=config, distillation=distillation or DistillationConfig())
+        loss = partial(atropos_loss, config=config, distillation=distillation or distilling())
         trainer.actor.set_loss_fn(loss)
-        if trainer.config.algorithm.use_kl_in_reward:
-            trainer.kl_controller = get_kl_controller(trainer.config.algorithm.kl_ctrl)
 
         trainer.actor.load_checkpoint(trainer.start)  # updates as large as these add up to nan
         before = self._weights(trainer)

@@ -3,30 +3,18 @@
 from copy import deepcopy
 
 from helpers.sglang import sampled_groups
-from helpers.trainer import compose_config, prepare, started
+from helpers.trainer import prepare, started, trainer_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 
 RANK, ALPHA = 8, 32
 
 
 def make_trainer(model_path, server, run_dir, strategy, world, targets, *overrides):
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"actor_rollout_ref.model.lora_rank={RANK}",
-        f"actor_rollout_ref.model.lora_alpha={ALPHA}",
-        f"actor_rollout_ref.model.target_modules={targets}",
-        "actor_rollout_ref.model.lora.merge=true",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        "data.train_batch_size=3",
-        f"trainer.n_gpus_per_node={world}",
-        f"inference.urls=[{server}]",
-        f"run.dir={run_dir}",
-        *overrides,
-    )
-    return started(config)
+    adapter = {"lora_rank": RANK, "lora_alpha": ALPHA, "target_modules": targets, "lora.merge": "true"}
+    options = [f"actor_rollout_ref.model.{key}={value}" for key, value in adapter.items()]
+    options += ["actor_rollout_ref.actor.use_kl_loss=true", *overrides]
+    values = {"strategy": strategy, "lr": 1e-3, "groups": 3, "size": 4, "world": world}
+    return started(trainer_config(model_path, run_dir, [server], *options, **values))
 
 
 def scored_batch(trainer, server, step):

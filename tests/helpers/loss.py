@@ -1,16 +1,16 @@
 """What of a group arrives in the policy's loss: through the row contract and verl's removal of padding, no workers."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from helpers.trainer import compose_config
+from helpers.trainer import actor_of, configured
 from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantages
-from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.algorithm.losses import atropos_loss
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 
@@ -27,9 +27,14 @@ class Arrived(NamedTuple):
     metrics: dict[str, float]
 
 
+def distilling(loss_coef: float = 0.0, use_policy_loss: bool = True) -> SimpleNamespace:
+    """The section ``trainer.atropos.distillation``."""
+    return SimpleNamespace(loss_coef=loss_coef, use_policy_loss=use_policy_loss)
+
+
 def loss_of(
     actor: Any,
-    distillation: DistillationConfig,
+    distillation: Any,
     batch: Any,
     logits: torch.Tensor,
     log_probs: torch.Tensor | None = None,
@@ -47,12 +52,15 @@ def loss_of(
     return atropos_loss(actor, distillation, model_output=output, data=batch)
 
 
-def unpadded(data: Any, log_probs: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """A batch without padding, as one mini-batch, and ``log_probs``, (B, R), flat: at t stands that of token t + 1."""
-    tokens = int(data.batch["response_mask"].sum())
+def unpadded(data: Any, log_probs: torch.Tensor, **info: int) -> tuple[Any, torch.Tensor]:
+    """A batch without padding, and ``log_probs``, (B, R), flat: at t stands that of token t + 1.
+
+    ``info``: what verl tells of the mini-batch, if the batch is not the whole of it.
+    """
+    whole = {"dp_size": 1, "batch_num_tokens": int(data.batch["response_mask"].sum()), "global_batch_size": len(data)}
     sizes = data.batch["attention_mask"][:, -log_probs.shape[1] :].sum(-1).tolist()
     batch = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(batch, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
+    tu.assign_non_tensor(batch, **whole | info)
     ends = batch["input_ids"].offsets()[1:].tolist()
     flat = torch.zeros(ends[-1])
     for values, end, size in zip(log_probs, ends, sizes, strict=True):
@@ -62,7 +70,7 @@ def unpadded(data: Any, log_probs: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) -> Arrived:
     """One update's loss of a policy that still has the logprobs that the groups were sampled with."""
-    config = compose_config("actor_rollout_ref.model.path=none", *overrides)
+    config = configured(*overrides)
     data, report = groups_to_data_proto(groups, RowLimits(4000, 0, vocab_size=vocab_size))
     assert not report.dropped, report.messages
     data.batch["token_level_rewards"] = data.batch["token_level_scores"]
@@ -71,8 +79,7 @@ def in_the_loss(groups: list[dict[str, Any]], vocab_size: int, *overrides: str) 
     batch, log_probs = unpadded(data, data.batch["old_log_probs"])
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(len(log_probs), vocab_size, generator=generator).requires_grad_()
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    loss, metrics = loss_of(actor, DistillationConfig(loss_coef=1.0), batch, logits[None], log_probs)
+    loss, metrics = loss_of(actor_of(*overrides), distilling(loss_coef=1.0), batch, logits[None], log_probs)
     by_log_probs, by_logits = torch.autograd.grad(loss, (log_probs, logits), allow_unused=True)
     advantages = -data.batch["response_mask"].sum() * by_log_probs.roll(1)  # of token t at t
     offsets = batch["input_ids"].offsets().tolist()

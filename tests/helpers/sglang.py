@@ -50,6 +50,18 @@ def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: fl
     return asyncio.run(inner())
 
 
+def version_of(url: str) -> str:
+    """The weight version that a server reports."""
+    return call(url, SGLangClient.weight_version)
+
+
+def greedy(url: str, timeout: float = 30) -> list[list[int]]:
+    """A server's own answers to ``PROMPTS``, without chance."""
+    parameters = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    replies = call(url, lambda client: client.generate(input_ids=PROMPTS, sampling_params=parameters), timeout)
+    return [reply["output_ids"] for reply in replies]
+
+
 def sampled_groups(url: str, n: int = 4) -> list[dict[str, Any]]:
     """Fresh samples as an environment posts them: full length, the engine's own logprobs, 1.0 over the prompt."""
     groups, parameters = [], {"temperature": 1.0, "max_new_tokens": 16, "n": n}

@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf, flag_override
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
+from verl.utils.config import omega_conf_to_dataclass
 
+from helpers.services import get, post
+from helpers.waiting import until
 from recipe.atropos.config import compose
 from recipe.atropos.config.derived import set_derived
 from recipe.atropos.inference.own_gateway import gateway_before
@@ -33,6 +37,35 @@ CPU_OVERRIDES = [
 def compose_config(*overrides: str) -> DictConfig:
     """The recipe's configuration for this machine, with further overrides."""
     return copy.deepcopy(_composed(overrides))
+
+
+@functools.cache
+def configured(*overrides: str) -> DictConfig:
+    """Of no model; it is shared, so nothing of it is changed."""
+    return compose_config("actor_rollout_ref.model.path=none", *overrides)
+
+
+def actor_of(*overrides: str) -> Any:
+    """``actor_rollout_ref.actor`` as verl's losses take it; a new one."""
+    return omega_conf_to_dataclass(configured(*overrides).actor_rollout_ref.actor)
+
+
+_KEYS = {
+    "world": "trainer.n_gpus_per_node",
+    "strategy": "actor_rollout_ref.actor.strategy",
+    "groups": "data.train_batch_size",
+    "size": "actor_rollout_ref.rollout.n",
+    "lr": "actor_rollout_ref.actor.optim.lr",
+    "steps": "trainer.total_training_steps",
+    "transport": "trainer.atropos.weight_sync.transport",
+    "api": "trainer.atropos.api_url",
+}
+
+
+def trainer_config(model: Any, folder: Any, servers: Iterable[str], *overrides: str, **values: Any) -> DictConfig:
+    """``compose_config`` for a run in ``folder`` with these servers; ``values`` are by the names of ``_KEYS``."""
+    options = [f"actor_rollout_ref.model.path={model}", f"run.dir={folder}", f"inference.urls=[{','.join(servers)}]"]
+    return compose_config(*options, *(f"{_KEYS[name]}={value}" for name, value in values.items()), *overrides)
 
 
 def changed_config(base: DictConfig, options: list[str]) -> DictConfig:
@@ -72,6 +105,23 @@ def running(config: DictConfig) -> Iterator[Any]:
         close(trainer)
 
 
+def fit_on(trainer: Any, groups: Iterable[dict[str, Any]]) -> None:
+    """``fit``, with ``groups`` posted from its registration on; they may take their time."""
+    poster = threading.Thread(
+        target=post_when_registered, args=(trainer.config.trainer.atropos.api_url, groups), daemon=True
+    )
+    poster.start()
+    trainer.fit()
+    poster.join(10)
+
+
+def post_when_registered(url: str, groups: Iterable[dict[str, Any]]) -> None:
+    """Post groups once a trainer has registered."""
+    until(lambda: get(f"{url}/info")["batch_size"] != -1, 200, told=lambda: "no trainer registers")
+    for item in groups:
+        post(f"{url}/scored_data", item)
+
+
 def update(trainer: Any, batch: Any, step: int) -> None:
     """One update on a batch, of which the engine's logprobs are known."""
     prepare(trainer, batch, step)
@@ -95,7 +145,7 @@ def pushed_weights(run_dir: Path | str, version: int) -> dict[str, torch.Tensor]
 def begin_step(trainer: Any, batch: Any, step: int) -> None:
     """What the trainer sets before the parts of ``fit_step`` that a test calls itself."""
     trainer.metrics, trainer.timing_raw, trainer._later, trainer.global_steps = {}, {}, [], step
-    batch.meta_info.update(temperature=1.0, global_token_num=batch.batch["attention_mask"].sum(-1).tolist())
+    batch.meta_info["temperature"] = 1.0
 
 
 def close(trainer: Any) -> None:

@@ -7,11 +7,11 @@ freed, and once with everything else. Every actor of this recipe uses ``atropos_
 Shapes: B rows, R response tokens, S tokens, V vocabulary, K the teacher's top-k, N tokens of a micro-batch unpadded.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch.utils.checkpoint import checkpoint
 
@@ -114,14 +114,6 @@ def compute_advantage_weighted_sft_loss(
     return agg_loss(loss_mat=losses, loss_mask=mask, loss_agg_mode=loss_agg_mode)
 
 
-@dataclass(frozen=True)
-class DistillationConfig:
-    """``trainer.atropos.distillation``: the weight of KL(teacher || policy), and whether the policy loss is kept."""
-
-    loss_coef: float = 0.0
-    use_policy_loss: bool = True
-
-
 def forward_kl_top_k(
     logits: torch.Tensor, teacher_ids: torch.Tensor, teacher_logprobs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,7 +156,7 @@ def _kl(logits: torch.Tensor, ids: torch.Tensor, teacher_logprobs: torch.Tensor)
 
 def atropos_loss(
     config: ActorConfig,
-    distillation: DistillationConfig,
+    distillation: DictConfig,
     model_output: dict[str, torch.Tensor] | None = None,
     data: TensorDict | None = None,
     dp_group: Any = None,
@@ -173,6 +165,7 @@ def atropos_loss(
 ) -> Any:
     """Compute verl's policy loss plus ``loss_coef`` times KL(teacher || policy); a loss function for verl's engine.
 
+    ``distillation`` is ``trainer.atropos.distillation``: that weight, and whether the policy loss is kept.
     ``loss_agg_mode`` aggregates the KL like the policy loss, over all trained tokens: a token without a teacher adds 0,
     so a token's weight does not depend on how many others have a teacher. The policy's temperature is
     ``rollout.temperature``, or the row's own. ``trajectory_share``, (B,), is in the batch if a trajectory has several

@@ -13,7 +13,6 @@ rows are ordered by rank, and within a rank by mini-batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,15 +32,6 @@ from recipe.atropos.verl_ext.batch import tensordict_utils as tu
 from recipe.atropos.verl_ext.ranks import RayWorkerGroup
 
 
-@dataclass(frozen=True)
-class Layout:
-    """``rows`` ordered by rank, then by mini-batch; ``mini_batches`` of equal size; None is a padding row."""
-
-    rows: list[Row | None]
-    mini_batches: int
-    metrics: dict[str, float]  # verl's ``global_seqlen/``: tokens of the lightest and the heaviest rank
-
-
 def mini_batch_of_groups(sizes: Sequence[int], sequences: int) -> list[int]:
     """Return the mini-batch index of each group, in order of arrival, for about ``sequences`` sequences in each.
 
@@ -59,8 +49,11 @@ def mini_batch_of_groups(sizes: Sequence[int], sequences: int) -> list[int]:
 
 def lay_out(
     rows: Sequence[Row], sizes: Sequence[int], sequences: int, ranks: int, multiple_of: int = 1, balance: bool = True
-) -> Layout:
+) -> tuple[list[Row | None], int, dict[str, float]]:
     """Order rows, with padding rows, so that verl's mini-batches consist of whole groups.
+
+    Returns the rows by rank, then by mini-batch (None is a padding row), the number of mini-batches, all of one size,
+    and verl's metrics ``global_seqlen/``, the tokens of the lightest and the heaviest rank.
 
     Args:
         rows: the rows to train on; ``uid`` is the index of a row's group in ``sizes``.
@@ -90,11 +83,8 @@ def lay_out(
             shares = [range(rank * share, (rank + 1) * share) for rank in range(ranks)]
         for indices, own in zip(of_rank, shares, strict=True):
             indices += [start + i for i in own]
-    return Layout(
-        rows=[flat[i] for indices in of_rank for i in indices],
-        mini_batches=len(parts),
-        metrics=log_seqlen_unbalance(lengths, of_rank, prefix="global_seqlen"),
-    )
+    ordered = [flat[i] for indices in of_rank for i in indices]
+    return ordered, len(parts), log_seqlen_unbalance(lengths, of_rank, prefix="global_seqlen")
 
 
 def update_actor(
@@ -112,7 +102,7 @@ def update_actor(
     Returns:
         Metrics for verl's ``reduce_metrics``, with the numbers of used and skipped mini-batches under ``atropos/``.
     """
-    kept = _has_trained_token(batch.batch["response_mask"], mini_batches, ranks)
+    kept = batch.batch["response_mask"].bool().any(-1).view(ranks, mini_batches, -1).any(-1).any(0)  # of mini-batches
     steps = int(kept.sum())
     lacking = mini_batches - steps
     if lacking:
@@ -149,11 +139,6 @@ def without_padding(batch: DataProto) -> TensorDict:
         data[key] = torch.nested.nested_tensor_from_jagged(data[key].flatten(0, 1)[tokens], lengths=lengths)
     tu.assign_non_tensor(data, max_seq_len=mask.shape[1], max_response_len=data["response_mask"].shape[1])
     return data
-
-
-def _has_trained_token(response_mask: torch.Tensor, mini_batches: int, ranks: int) -> torch.Tensor:
-    """Return whether each mini-batch has a trained token, (M,) bool; ``response_mask``, (B, R), is in layout order."""
-    return response_mask.bool().any(-1).view(ranks, mini_batches, -1).any(-1).any(0)
 
 
 def micro_batch_size(actor_rollout_ref: Any) -> int:

@@ -232,12 +232,9 @@ class RewardBridge:
             found[f"marker_{number}"] = marker.earned(len(spans))
             if marker.ordered:
                 chain = spans[0][1] if spans else math.inf
-        if self.answer_present is not None:
-            found["answer_present"] = self.answer_present.earned(text)
-        if self.length_bounty is not None:
-            found["length_bounty"] = self.length_bounty.earned(length)
-        if self.soft_overlong is not None:
-            found["soft_overlong"] = self.soft_overlong.earned(length)
+        for name, judged in (("answer_present", text), ("length_bounty", length), ("soft_overlong", length)):
+            if (term := getattr(self, name)) is not None:
+                found[name] = term.earned(judged)
         return found
 
     def weight(self, step: int) -> float:

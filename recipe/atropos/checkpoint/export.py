@@ -62,8 +62,7 @@ class _Checkpoint:
                 f"{actor} has no {TENSOR_NAMES}: an older version of the recipe saved it; resume the run with this one "
                 "until it saves a checkpoint"
             )
-        settings = config.actor_rollout_ref.model
-        self.base = settings.path
+        self.base = config.actor_rollout_ref.model.path
         self.model = _on_meta(self.huggingface, trust_remote_code)
         self.format = CheckpointFormat.of_unloaded(self.model, names)
         self._adapter_config = actor / ADAPTER_CONFIG
@@ -215,29 +214,21 @@ def export_checkpoint(
     out = out.resolve()
     _check_out(out)
     config = read_config_yaml(run.config)
-    source, wanted = (
-        _Checkpoint(checkpoint, config, trust_remote_code),
-        None if dtype is None else getattr(torch, dtype),
-    )
+    source, wanted = _Checkpoint(checkpoint, config, trust_remote_code), dtype and getattr(torch, dtype)
     if adapter and not source.adapted:
         raise ConfigurationError(f"--adapter: {run.path} was trained without LoRA; leave it out")
     if source.adapter_only and not adapter:
         raise ConfigurationError(f"{checkpoint} holds the adapter alone (save_lora_only): give --adapter")
     like, tensors = source.adapter(wanted) if adapter else source.merged(wanted)
     written = _most_common_dtype(like)
-    exported = {
-        "run": run.path.name,
-        "step": step_of(checkpoint),
-        "dtype": written,
-        "adapter": adapter,
-    }
+    exported = {"run": run.path.name, "step": step_of(checkpoint), "dtype": written, "adapter": adapter}
     with replace_folder(out) as folder:
+        of_models = (CONFIG_NAME, GENERATION_CONFIG_NAME) if adapter else ()
         for path in source.huggingface.rglob("*"):  # chat templates may be in a subfolder
-            if path.is_file() and not _WEIGHTS.fullmatch(path.name):
-                if not (adapter and path.name in (CONFIG_NAME, GENERATION_CONFIG_NAME)):
-                    copy = folder / path.relative_to(source.huggingface)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, copy)
+            if path.is_file() and path.name not in of_models and not _WEIGHTS.fullmatch(path.name):
+                copy = folder / path.relative_to(source.huggingface)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
         if adapter:
             source.write_adapter_config(folder)
         else:

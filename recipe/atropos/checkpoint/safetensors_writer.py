@@ -1,14 +1,14 @@
 """Write safetensors files one tensor at a time; the library's ``save_file`` needs all tensors of a file at once."""
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import orjson
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.utils.files import disk_errors
+from recipe.atropos.utils.files import sync
 
 MAX_FILE_BYTES = 5 * 10**9
 _NAMES = {
@@ -39,55 +39,43 @@ def write_safetensors(
 
     Raises:
         ValueError: ``tensors`` do not match ``like``.
-        UnsupportedDtype, DiskFull.
+        UnsupportedDtype.
     """
-    files, arrived = _divide(like), iter(tensors)
-    names = [f"{stem}-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    names = [f"{stem}.safetensors"] if len(files) == 1 else names
-    for name, expected in zip(names, files, strict=True):
-        with disk_errors(folder / name):
-            _write_file(folder / name, {key: like[key] for key in expected}, arrived)
-    if (more := next(arrived, None)) is not None:
-        raise ValueError(f"{more[0]} is one tensor too many")
-    size = sum(tensor.nbytes for tensor in like.values())
-    if len(files) > 1:
-        where = {key: name for name, expected in zip(names, files, strict=True) for key in expected}
+    split = split_state_dict_into_shards_factory(
+        like,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=MAX_FILE_BYTES,
+    )
+    places: dict[str, int] = {}
+    for name, keys in split.filename_to_tensors.items():
+        places |= _write_header(folder / name, {key: like[key] for key in keys})
+    for (key, expected), (name, tensor) in zip(like.items(), tensors, strict=True):
+        if (name, tensor.shape, tensor.dtype) != (key, expected.shape, expected.dtype):
+            raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} in the place of {key}")
+        with (folder / split.tensor_to_filename[key]).open("r+b") as file:
+            file.seek(places[key])
+            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    for name in split.filename_to_tensors:
+        sync(folder / name)
+    if split.is_sharded:
         parameters = sum(tensor.numel() for tensor in like.values())
-        index = {"metadata": {"total_parameters": parameters, "total_size": size}, "weight_map": where}
-        (folder / f"{stem}.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
-    return size
+        metadata = {"total_parameters": parameters, **split.metadata}
+        index = orjson.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, option=orjson.OPT_INDENT_2)
+        (folder / f"{stem}.safetensors.index.json").write_bytes(index)
+    return split.metadata["total_size"]
 
 
-def _divide(like: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in like.items():
-        if files[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += tensor.nbytes
-    return files
-
-
-def _write_file(path: Path, like: Mapping[str, torch.Tensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+def _write_header(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Begin a file of tensors such as ``like``; return at which byte of it each begins."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
     for name in sorted(like, key=lambda name: -like[name].element_size()):  # aligns each tensor to its element size
-        tensor = like[name]
+        tensor, begin = like[name], end
         if tensor.dtype not in _NAMES:
             raise UnsupportedDtype(f"{name} is {tensor.dtype}, and {', '.join(_NAMES.values())} are written")
-        end = offset + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
+        end += tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = orjson.dumps(header)
     encoded += b" " * (-len(encoded) % 8)
-    with open(path, "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for key, expected in like.items():
-            name, tensor = next(tensors, ("nothing", expected))
-            if (name, tensor.shape, tensor.dtype) != (key, expected.shape, expected.dtype):
-                raise ValueError(f"{name} {list(tensor.shape)} {tensor.dtype} in the place of {key}")
-            file.seek(8 + len(encoded) + header[name]["data_offsets"][0])
-            file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+    return {name: 8 + len(encoded) + header[name]["data_offsets"][0] for name in like}

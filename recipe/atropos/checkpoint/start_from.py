@@ -136,11 +136,6 @@ class Start:
             return self.base
         return str(choose_checkpoint(self.source, self.step) / "actor" / "huggingface")
 
-    @property
-    def log(self) -> Path:
-        """Log file of the copying."""
-        return self.folder.log("start")
-
     def make(self) -> None:
         """Copy the weights unless they are there; the caller must hold the folder's lock.
 
@@ -152,18 +147,10 @@ class Start:
         if not self.folder.start.exists() or began.items() & origin.items() != origin.items():
             base = base_model(read_config_yaml(self.source.config), read_json(self.source.summary, {}))
             # In a separate process: torch and transformers cost time and memory that the launcher should not spend.
-            command = [
-                sys.executable,
-                "-m",
-                "recipe.atropos",
-                "export",
-                str(self.source.path),
-                "--step",
-                str(self.step),
-            ]
-            command += ["--out", str(self.folder.start), *(["--adapter"] if self.adapter else [])]
-            command += ["--trust-remote-code"] if self.trust_remote_code else []
-            status, printed = run_command("export", command, log_path=self.log)
+            command = [sys.executable, "-m", "recipe.atropos", "export", str(self.source.path)]
+            command += ["--step", str(self.step), "--out", str(self.folder.start)]
+            command += ["--adapter"] * bool(self.adapter) + ["--trust-remote-code"] * self.trust_remote_code
+            status, printed = run_command("export", command, log_path=self.folder.log("start"))
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
             self.folder.mark_format()  # else the summary alone looks like a run from before there was a format

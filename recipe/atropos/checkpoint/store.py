@@ -143,7 +143,8 @@ class Checkpoints:
                 folder.mkdir(parents=True)
                 (folder / _INCOMPLETE).touch()
                 yield folder
-                files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+                written = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _INCOMPLETE)
+                files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in written}
                 made = {name: (digests or {}).get(name) or _digest(folder / name) for name in files}
                 for path in (*folder.rglob("*"), folder, self.directory):
                     sync(path)
@@ -275,7 +276,3 @@ def _digest(path: Path) -> str:  # reads: of a mapped file, an unreadable block 
 def step_of(folder: Path) -> int:
     """Return the step of a folder; raise ValueError if its name is not ``global_step_N``."""
     return int(folder.name.removeprefix("global_step_"))
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _INCOMPLETE)

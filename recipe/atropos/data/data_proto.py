@@ -106,7 +106,8 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     if all(row.ref_log_probs is not None for row in real):
         tensors["ref_log_prob"] = per_token("ref_log_probs")
     tensors |= _teacher_tensors(filled, prompt_width, prompt_width + width)
-    return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(filled))
+    tokens = {"global_token_num": attention_mask.sum(dim=-1).tolist()}
+    return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(filled), meta_info=tokens)
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any]:

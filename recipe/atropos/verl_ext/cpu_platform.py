@@ -51,11 +51,11 @@ def _device_module() -> ModuleType:
     def resident_bytes(*_: Any, **__: Any) -> int:
         return psutil.Process().memory_info().rss
 
-    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-        setattr(module, name, resident_bytes)
-    for name in ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"):
-        setattr(module, name, _always(None))
+    sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    actions = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
     module.__dict__.update(
+        **dict.fromkeys(sizes, resident_bytes),
+        **dict.fromkeys(actions, _always(None)),
         is_available=_always(False),  # no accelerator: verl then skips its device memory management
         mem_get_info=host_memory,
         get_device_name=_always("cpu"),

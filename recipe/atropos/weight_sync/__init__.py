@@ -14,11 +14,7 @@ Importing this package registers verl's checkpoint engine "atropos" and the tran
 from importlib import import_module
 from pkgutil import iter_modules
 
-from recipe.atropos.weight_sync import transports
-from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
-from recipe.atropos.weight_sync.manager import WeightSyncManager
-
-__all__ = ["AtroposCheckpointEngine", "WeightSyncManager"]
+from recipe.atropos.weight_sync import engine, transports  # noqa: F401  (the engine registers itself)
 
 for module in iter_modules(transports.__path__, f"{transports.__name__}."):
     import_module(module.name)

@@ -52,7 +52,6 @@ class SharedMemory:
             self.released[client.url] = version  # before the call, which may succeed even if no answer arrives
             await client.release_memory((*_CACHE, *_WEIGHTS))
 
-        self.mark.parent.mkdir(parents=True, exist_ok=True)
         self.mark.touch()
         self._on_each(urls, release_one)
 

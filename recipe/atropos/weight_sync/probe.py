@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from recipe.atropos.data.rows import Row
-from recipe.atropos.inference.client import InferenceError, SGLangClient
+from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.weight_sync.fleet import ServerFleet
-from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.servers import WeightPushError, check_phase
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ def probe_servers(
     on logprobs. Returns the largest difference of any server, its mean over tokens in nats, as a metric.
 
     Raises:
-        WeightPushError: a server's logprobs differ from the trainer's; names it. All servers are left paused.
-        InferenceError: a server does not answer.
+        WeightPushError: a server's logprobs differ from the trainer's, after which all servers are left paused, or it
+            does not answer; names it.
     """
     rows = sample(urls, fleet, vocab_size, temperature, adapter)
     engine = torch.from_numpy(np.stack([row.log_probs for row in rows]))
@@ -67,7 +67,7 @@ def sample(
     The prompt is the same for every push, and from the whole vocabulary, so that many embedding rows are checked.
 
     Raises:
-        InferenceError: a server does not answer.
+        WeightPushError: a server does not answer.
     """
     prompt = np.random.default_rng(0).integers(0, vocab_size, _PROMPT_TOKENS)
     parameters = {"temperature": temperature, "max_new_tokens": _NEW_TOKENS, "ignore_eos": True}
@@ -84,8 +84,6 @@ def sample(
             log_probs=np.array([value for value, *_ in sampled], dtype=np.float32),
         )
 
-    rows = list(fleet.ask(ask, urls).values())
-    for row in rows:
-        if isinstance(row, InferenceError):
-            raise row
-    return rows
+    rows = fleet.ask(ask, urls)
+    check_phase("probe", rows)
+    return list(rows.values())

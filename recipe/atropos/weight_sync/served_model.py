@@ -41,11 +41,13 @@ async def check_model(client: SGLangClient, trained: PretrainedConfig, dtype: st
     served = _configuration(client.url, path, trained)
     # SGLang reports only the flag; without it, the checkpoint's own configuration decides.
     found = {f"--{flag.replace('_', '-')} {arguments[flag]}" for flag in QUANTIZATION_FLAGS if arguments.get(flag)}
-    if found or (method := quantization_method(served)):
-        how = " and ".join(sorted(found)) if found else f"{path}, a checkpoint with quantization_config {method}"
+    settings = getattr(served, "quantization_config", None)
+    if settings and not found:
+        found = {f"{path}, a checkpoint with quantization_config {settings.get('quant_method', settings)}"}
+    if found:
         raise WeightPushError(
-            f"{client.url} serves quantized weights ({how}), and unquantized ones are pushed. Nothing was sent; serve "
-            "a bfloat16 checkpoint, without a flag for quantization"
+            f"{client.url} serves quantized weights ({' and '.join(sorted(found))}), and unquantized ones are pushed. "
+            "Nothing was sent; serve a bfloat16 checkpoint, without a flag for quantization"
         )
     if (theirs := model.get("architectures")) and theirs != trained.architectures:
         differences = [f"architectures {theirs}, the trainer's are {trained.architectures}"]
@@ -70,12 +72,6 @@ def served_path(model_info: dict[str, Any]) -> str | None:
     ``model_path`` changes with every update from disk; ``tokenizer_path`` stays the original path.
     """
     return model_info.get("tokenizer_path") or model_info.get("model_path")
-
-
-def quantization_method(config: PretrainedConfig | None) -> str | None:
-    """Return the checkpoint's quantization method, e.g. "fp8"; None if it is not quantized."""
-    settings = getattr(config, "quantization_config", None)
-    return str(settings.get("quant_method", settings)) if settings else None
 
 
 def _configuration(url: str, path: str | None, trained: PretrainedConfig) -> PretrainedConfig | None:

@@ -28,7 +28,6 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.algorithm.mini_batches import micro_batch_size, update_actor, without_padding
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.fsdp_workers import AtroposActorWorker
@@ -106,21 +105,19 @@ class DevicePool(RayResourcePool):
 
 
 class ActorGroup(LimitedWorkerGroup):
-    """The ranks that ``config`` requests, with the model loaded; ``distillation`` configures the loss.
+    """The ranks that ``config`` requests, with the model loaded.
 
     Raises:
         ConfigurationError: Ray lacks the resources for them, or rank 0 cannot reach the servers.
         RankTimeout: the model was not loaded in time.
     """
 
-    def __init__(self, config: DictConfig, distillation: DistillationConfig):
+    def __init__(self, config: DictConfig):
         self.settings = settings = config.actor_rollout_ref
         settings.rollout.checkpoint_engine.engine_kwargs = {"atropos": engine_settings(config)}
-        needs_reference = need_reference_policy(config)
         has_adapter = settings.model.lora_rank > 0 or settings.model.get("lora_adapter_path") is not None
-        self.computes_reference = needs_reference
-        self.reference_is_base = needs_reference and has_adapter
-        self._has_second_model = needs_reference and not has_adapter
+        self.computes_reference = need_reference_policy(config)
+        self._has_second_model = self.computes_reference and not has_adapter
         trainer = config.trainer
         self.pool = DevicePool(
             [trainer.n_gpus_per_node] * trainer.nnodes,
@@ -136,7 +133,7 @@ class ActorGroup(LimitedWorkerGroup):
                 cls=ray.remote(AtroposActorWorker),
                 config=settings,
                 role="actor_ref" if self._has_second_model else "actor",
-                distillation=distillation,
+                distillation=trainer.atropos.distillation,
             ),
             ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
             device_name=get_device_name(),
@@ -189,10 +186,9 @@ class ActorGroup(LimitedWorkerGroup):
     def reference_log_probs(self, batch: DataProto) -> torch.Tensor:
         """Return the reference policy's logprobs of the responses, (B, R) float32."""
         data = _without_padding(batch, calculate_entropy=False)
-        if self.reference_is_base:
-            tu.assign_non_tensor(data, no_lora_adapter=True)
-            return _padded(self.compute_log_prob(data), "log_probs", data)
-        return _padded(self.compute_ref_log_prob(data), "log_probs", data)
+        tu.assign_non_tensor(data, no_lora_adapter=not self._has_second_model)
+        compute = self.compute_ref_log_prob if self._has_second_model else self.compute_log_prob
+        return _padded(compute(data), "log_probs", data)
 
     def save(self, folder: Path, step: int) -> dict[str, str]:
         """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""

@@ -1,10 +1,13 @@
 """From scores to advantages: the KL in the reward, the off-policy correction, and padding rows."""
 
+import numpy as np
 import pytest
 import torch
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
 from helpers.trainer import compose_config
 from recipe.atropos.algorithm.advantages import KLCoefficient, RunningMoments, add_advantages
+from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode, correct_rollout
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.verl_ext.algorithm import AdaptiveKLController, FixedKLController
@@ -92,3 +95,111 @@ def test_kl_coefficient_is_restored_where_it_adapts():
     for controller in (adaptive, fixed):
         KLCoefficient(controller).load_state_dict(state)
     assert adaptive.value == reached.value and fixed.value == 0.2
+
+
+LIMITS = RowLimits(max_length=90, pad_token_id=0)
+
+
+def rows_of(ratios, without=()):
+    """Rows whose tokens had these ``ratios`` trainer / engine; those ``without`` logprobs of the engine by index.
+
+    One token of the environment stands between the first trained one and the others.
+    """
+    length = max(map(len, ratios))
+    group = {
+        "tokens": [[5] + [6] * (len(row) + 1) for row in ratios],
+        "masks": [[-100, 6, -100] + [6] * (len(row) - 1) for row in ratios],
+        "scores": [float(i + 1) for i in range(len(ratios))],
+        "inference_logprobs": [[1.0, -2.0, 1.0] + [-2.0] * (len(row) - 1) for row in ratios],
+    }
+    for i in without:
+        group["inference_logprobs"][i] = [1.0] * len(group["tokens"][i])
+    data, _ = groups_to_data_proto([group], LIMITS)
+    full = torch.tensor([[row[0], 1.0, *row[1:], *[1.0] * (length - len(row))] for row in ratios])
+    data.batch["old_log_probs"] = -2.0 + full.log()
+    data.batch["token_level_rewards"] = data.batch["token_level_scores"].clone()
+    return data
+
+
+def correction(**settings):
+    given = {"rollout_is": "null", "rollout_rs": "null"} | settings
+    overrides = [f"algorithm.rollout_correction.{key}={value}" for key, value in given.items()]
+    return compose_config("actor_rollout_ref.model.path=none", *overrides).algorithm.rollout_correction
+
+
+def test_correction_weighs_rows_with_logprobs_alone():
+    data = rows_of([[0.5, 1.5, 4.0], [3.0, 3.0], [0.25]], without=[1])
+    settings = correction(rollout_is="token", rollout_is_threshold=2.0)
+    metrics = compare_with_engine(data, version=0, correction=settings)
+    correct_rollout(data, settings)
+    expected = [[0.5, 0, 1.5, 2.0], [1, 0, 1, 0], [0.25, 0, 0, 0]]
+    torch.testing.assert_close(data.batch["rollout_is_weights"], torch.tensor(expected))
+    assert data.batch["response_mask"].tolist() == [[1, 0, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0]]
+    assert torch.equal(data.batch["token_level_rewards"], data.batch["token_level_scores"])
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((0.5 + 1.5 + 2.0 + 0.25) / 4)
+
+
+def test_correction_moves_rewards_to_the_last_token_that_stays():
+    """Each row's rewards sum to what they did."""
+    data = rows_of([[1.0, 1.0, 9.0], [9.0, 1.0], [9.0], [9.0, 9.0, 9.0], [1.0, 9.0]], without=[3])
+    data.batch["token_level_rewards"][:2, 0] = 0.25  # as the KL in the reward adds
+    correct_rollout(data, correction(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
+    assert data.batch["response_mask"].tolist() == [[1, 0, 1, 0], [0, 0, 1, 0], [0] * 4, [1, 0, 1, 1], [1, 0, 0, 0]]
+    expected = [[0.25, 0, 1.0, 0], [0, 0, 2.25, 0], [3.0, 0, 0, 0], [0, 0, 0, 4.0], [5.0, 0, 0, 0]]
+    assert data.batch["token_level_rewards"].tolist() == expected, "of a row that loses all tokens it stays"
+    assert "rollout_is_weights" not in data.batch
+
+
+def test_correction_of_rows_without_any_logprobs_changes_nothing():
+    data = rows_of([[9.0, 1.0], [9.0]], without=[0, 1])
+    data.batch["rollout_log_probs"] = torch.zeros_like(data.batch["old_log_probs"])
+    mask = data.batch["response_mask"].clone()
+    settings = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
+    settings = correction(rollout_is="token", rollout_is_threshold=2.0, **settings)
+    assert compare_with_engine(data, version=0, correction=settings) == {}
+    correct_rollout(data, settings)
+    assert torch.equal(data.batch["response_mask"], mask)
+    assert torch.equal(data.batch["rollout_is_weights"], mask.float())
+
+
+def test_logprob_difference_is_over_trained_tokens_of_known_rows():
+    data = rows_of([[np.exp(0.1), np.exp(-0.3)], [9.0], [1.0]], without=[1])
+    data.non_tensor_batch["policy_version_min"] = np.array([3, 4, 4], dtype=object)
+    settings = correction(bypass_mode="true")
+    metrics = compare_with_engine(data, version=4, correction=settings)
+    assert metrics["atropos/logprob_diff/mean"] == pytest.approx(0.4 / 3, abs=1e-6)
+    assert metrics["atropos/logprob_diff/max"] == pytest.approx(0.3, abs=1e-6)
+    assert metrics["atropos/logprob_diff/fresh_mean"] == pytest.approx(0, abs=1e-6)
+    assert "training/rollout_probs_diff_valid" in metrics, "and verl's own"
+    assert "atropos/logprob_diff/fresh_mean" not in compare_with_engine(data, version=5, correction=settings)
+    assert not any(name.startswith("rollout_corr/") for name in metrics), "the loss has them"
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_correction_is_given_to_the_loss_in_bypass_mode_alone(bypass):
+    option = f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}"
+    config = compose_config("actor_rollout_ref.model.path=none", option)
+    configure_bypass_mode(config)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    assert (policy_loss.loss_mode == "bypass_mode") is bypass
+    assert (policy_loss.get("rollout_correction") == config.algorithm.rollout_correction) is bypass
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_is": "token"},
+        {"rollout_is": "sequence", "rollout_is_threshold": "0.5_2.0", "rollout_is_batch_normalize": "true"},
+        {"rollout_rs": "'token_k1,seq_mean_k3'", "rollout_rs_threshold": "'0.5_2.0,0.9'"},
+    ],
+    ids=lambda settings: next(iter(settings)) + "=" + next(iter(settings.values())),
+)
+def test_correction_is_verls(settings):
+    """Its weights and mask are those of verl's own call, whose metrics come later."""
+    ratios, settings = [[0.5, 1.5, 4.0], [3.0, 3.0], [0.25], [1.0, 1.1]], correction(**settings)
+    expected, metrics = compute_rollout_correction_and_add_to_batch(rows_of(ratios), settings)
+    found = rows_of(ratios)
+    assert compare_with_engine(found, 0, settings).items() >= metrics.items() and metrics
+    correct_rollout(found, settings)
+    for key in ("response_mask", *(["rollout_is_weights"] if settings.rollout_is else [])):
+        assert torch.equal(found.batch[key], expected.batch[key]), key

@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from helpers.loss import loss_of
-from helpers.trainer import compose_config
-from recipe.atropos.algorithm.losses import DistillationConfig, finished_metrics, forward_kl_top_k
+from helpers.loss import distilling, loss_of
+from helpers.trainer import actor_of
+from recipe.atropos.algorithm.losses import finished_metrics, forward_kl_top_k
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import NO_TEACHER, RowLimits
 
@@ -131,9 +130,8 @@ def test_distillation_is_averaged_over_all_trained_tokens(rng, mode, sequences):
     assert not report.dropped
     data = left_right_2_no_padding(data.to_tensordict())
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=4 * sequences, global_batch_size=sequences)
-    overrides = ["actor_rollout_ref.model.path=none", f"actor_rollout_ref.actor.loss_agg_mode={mode}"]
-    config = omega_conf_to_dataclass(compose_config(*overrides).actor_rollout_ref.actor)
-    distillation = DistillationConfig(loss_coef=0.5, use_policy_loss=False)
+    config = actor_of(f"actor_rollout_ref.actor.loss_agg_mode={mode}")
+    distillation = distilling(loss_coef=0.5, use_policy_loss=False)
     logits = torch.randn(1, 2 * length, V, generator=rng)
     loss, metrics = loss_of(config, distillation, data, logits)
     kl, mass = forward_kl_top_k(logits[0, 1:3], top.indices[2:4], top.values[2:4])

@@ -1,8 +1,9 @@
 """The numbers that the loss is multiplied with, against plain Python over one sequence at a time."""
 
-import functools
+import importlib
 import math
 import statistics
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 
-from helpers.trainer import compose_config, random_group
+from helpers.loss import in_the_loss
+from helpers.trainer import compose_config, configured, random_group
 from recipe.atropos.algorithm.advantages import (
     IncompleteGroup,
     MissingAdvantages,
@@ -21,8 +23,10 @@ from recipe.atropos.algorithm.advantages import (
 )
 from recipe.atropos.algorithm.estimators import ESTIMATORS, compute_grpo_atropos_advantage
 from recipe.atropos.algorithm.metrics import batch_metrics
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
+from recipe.atropos.errors import ConfigurationError
 
 LIMITS = RowLimits(max_length=90, pad_token_id=0)
 OF_SCORES = "gpg grpo grpo_atropos grpo_passk grpo_vectorized opo rloo rloo_vectorized".split()
@@ -76,11 +80,6 @@ def expected_advantages(groups, by_std=True, use_own=True):
     return rows
 
 
-@functools.cache
-def configured(*overrides):
-    return compose_config("actor_rollout_ref.model.path=none", *overrides)
-
-
 def estimate(groups, *overrides, moments=None, limits=LIMITS, versions=None, rejected=None, **settings):
     """The advantages, (B, R), that the trainer computes with these configuration overrides.
 
@@ -130,19 +129,6 @@ def test_credit_is_told_where_it_made_the_advantages(use_own, told):
     credited = {"advantages": [[0.0, 1.0]] * 2, "group_overrides": {"credit": "lam=0"}}
     data = estimate([of_one_token(0.0, 1.0) | credited, of_one_token(1.0)], use_advantages=use_own)
     assert data.non_tensor_batch["credit"].tolist() == told
-
-
-@pytest.mark.parametrize("by_std", [True, False], ids=["by_std", "mean_only"])
-def test_batch_without_own_advantages_gets_verls_grpo(by_std):
-    groups = mixed_groups()
-    for group in groups:
-        group.pop("advantages", None)
-    ours, verls = (
-        estimate(groups, f"algorithm.adv_estimator={name}", f"algorithm.norm_adv_by_std_in_grpo={str(by_std).lower()}")
-        for name in ("grpo_atropos", "grpo")
-    )
-    assert torch.equal(ours.batch["advantages"], verls.batch["advantages"])
-    assert_same(as_rows(ours), expected_advantages(groups, by_std))
 
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_vectorized", "grpo_passk"])
@@ -209,17 +195,17 @@ def test_a_group_of_one_row_has_its_score_as_advantage(name):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "gdpo", "grpo_atropos"}), ids=lambda n: n
+    "name", [*sorted(set(ADV_ESTIMATOR_REGISTRY) - {"gae", "remax", "gdpo", "grpo_atropos"}), "grpo_atropos"]
 )
 def test_verls_estimators_give_what_they_give_on_verls_data(name):
-    """Called as verl calls them on the same rows; ``set_advantage_to_zero`` is all that differs."""
+    """Called as verl calls them on the same rows; ``set_advantage_to_zero`` is all that differs. Ours is its GRPO."""
     rng = np.random.default_rng(0)
     groups = [random_group(rng, 50, turns=2) | {"scores": rng.normal(size=4).tolist()} for _ in range(4)]
     groups[1]["overrides"] = [{}, {"set_advantage_to_zero": True}, {}, {}]
     data = estimate(groups, f"algorithm.adv_estimator={name}")
     config = configured(f"algorithm.adv_estimator={name}")
     arguments = {"sum_pi_squared", "old_log_probs"} if "token_baseline" in name else set()
-    wanted, _ = get_adv_estimator_fn(name)(
+    wanted, _ = get_adv_estimator_fn(name.removesuffix("_atropos"))(
         token_level_rewards=data.batch["token_level_scores"],
         response_mask=data.batch["response_mask"],
         index=data.non_tensor_batch["uid"],
@@ -349,21 +335,6 @@ def test_baseline_with_kl_in_the_reward_refuses_dropped_rows():
     estimate(groups, "algorithm.use_kl_in_reward=true")
 
 
-def test_normalized_advantage_has_mean_0_and_deviation_1():
-    """Only trained tokens count."""
-    groups = mixed_groups()
-    plain = [v for g, row in zip(_group_of(groups), as_rows(estimate(groups)), strict=True) for v in row.values() if g]
-    data = estimate(groups, advantage_normalization="batch")
-    rows = [row for used, row in zip(_group_of(groups), as_rows(data), strict=True) if used]
-    values = [value for row in rows for value in row.values()]
-    assert statistics.fmean(values) == pytest.approx(0, abs=1e-5)
-    assert statistics.pstdev(values) == pytest.approx(1, abs=1e-4)
-    mean, std = statistics.fmean(plain), statistics.pstdev(plain)
-    assert values == pytest.approx([(value - mean) / std for value in plain], abs=1e-4)
-    for used, row in zip(_group_of(groups), as_rows(data), strict=True):
-        assert used or not any(row.values()), "set_advantage_to_zero holds"
-
-
 def _group_of(groups):
     """For each row whether it is trained on."""
     return [
@@ -374,22 +345,23 @@ def _group_of(groups):
     ]
 
 
-def test_global_statistics_run_over_all_batches():
-    """They survive a restart."""
+@pytest.mark.parametrize("over", ["batch", "global"])
+def test_normalized_advantage_has_mean_0_and_deviation_1(over):
+    """Of the trained tokens of a batch, or of all batches so far, also after a restart."""
     moments, seen = RunningMoments(), []
     for seed in range(4):
         groups = mixed_groups(seed)
-        used = _group_of(groups)
+        used, resumed = _group_of(groups), RunningMoments()
         plain = [v for keep, row in zip(used, as_rows(estimate(groups)), strict=True) for v in row.values() if keep]
-        seen += plain
-        resumed = RunningMoments()
+        seen = seen * (over == "global") + plain
         resumed.load_state_dict(moments.state_dict())
-        data = estimate(groups, advantage_normalization="global", moments=resumed)
-        moments = resumed
+        data, moments = estimate(groups, advantage_normalization=over, moments=resumed), resumed
         values = [v for keep, row in zip(used, as_rows(data), strict=True) for v in row.values() if keep]
         mean, std = statistics.fmean(seen), statistics.pstdev(seen)
         assert values == pytest.approx([(value - mean) / std for value in plain], abs=1e-4)
-    assert moments.count == len(seen)
+        for keep, row in zip(used, as_rows(data), strict=True):
+            assert keep or not any(row.values()), "set_advantage_to_zero holds"
+    assert moments.count == len(seen) * (over == "global")
 
 
 def test_clipping_bounds_advantages_after_normalizing():
@@ -430,3 +402,43 @@ def test_moments_of_nothing_change_nothing():
     assert (moments.count, moments.mean, moments.std) == (2, 2.0, 1.0)
     shaped = shape_advantages(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), moments, "global", None)
     assert not shaped.any() and moments.count == 2
+
+
+CHOSEN = "algorithm.adv_estimator=median"
+
+
+@pytest.fixture
+def median(monkeypatch):
+    """Declared while the test runs."""
+    for registry in (ESTIMATORS, ADV_ESTIMATOR_REGISTRY):
+        monkeypatch.setitem(registry, "median", None)
+        del registry["median"]
+    importlib.import_module("helpers.median_estimator")
+    yield
+    del sys.modules["helpers.median_estimator"]
+
+
+def test_a_new_estimator_is_accepted_once_it_is_declared(median, model_path, monkeypatch):
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}", "data.max_prompt_length=16", "data.max_response_length=16", CHOSEN
+    )
+    check_config(config)
+    config.trainer.atropos.fallback_to_grpo = False
+    with pytest.raises(ConfigurationError, match="adv_estimator=median, which reads no advantages"):
+        check_config(config)
+    monkeypatch.delitem(ESTIMATORS, "median")
+    with pytest.raises(ConfigurationError, match="adv_estimator=median; choose one of gpg, grpo, grpo_atropos, .*rloo"):
+        check_config(config)
+
+
+def test_a_new_estimator_weighs_the_tokens_of_a_step(median):
+    """Of real rows, in verl's loss; a group that is smaller than it needs gets nothing."""
+    groups = [random_group(np.random.default_rng(seed), 50, turns=2, size=size) for seed, size in enumerate((5, 4, 1))]
+    for group, scores in zip(groups, ([0.0, 1.0, 3.0, 4.0, 9.0], [2.0, 2.0, 5.0, 7.0], [8.0]), strict=True):
+        group["scores"] = scores
+    wanted = [score - 3.0 for score in groups[0]["scores"]] + [score - 3.5 for score in groups[1]["scores"]] + [0.0]
+    masks = [mask for group in groups for mask in group["masks"]]
+    found = in_the_loss(groups, 50, CHOSEN).advantages
+    for row, mask, value in zip(found, masks, wanted, strict=True):
+        assert row == pytest.approx([0.0 if token == -100 else value for token in mask], abs=1e-4)
+    assert "median" in ADV_ESTIMATOR_REGISTRY

@@ -15,11 +15,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from helpers.loss import loss_of
-from helpers.trainer import compose_config, random_group
+from helpers.loss import distilling, loss_of, unpadded
+from helpers.trainer import actor_of, compose_config, random_group
 from recipe.atropos.algorithm import losses
 from recipe.atropos.algorithm.losses import (
-    DistillationConfig,
     atropos_loss,
     compute_advantage_weighted_sft_loss,
     finished_metrics,
@@ -105,7 +104,7 @@ def test_advantage_outside_the_mask_may_be_nan(rng):
 
 
 def test_the_policy_loss_has_the_gradient_advantage_times_mask(rng):
-    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    config = actor_of()
     log_prob = torch.randn(B, S, generator=rng).requires_grad_()
     advantages, weights = torch.randn(B, S, generator=rng), torch.rand(B, S, generator=rng)
     mask = (torch.rand(B, S, generator=rng) < 0.6).long()
@@ -152,16 +151,11 @@ def reported(config, distillation, mini_batch, ranks):
     for micro_batches in ranks:
         metrics = {}
         for rows in micro_batches:
-            micro = left_right_2_no_padding(data.select_idxs(np.array(rows)).to_tensordict())
             info = {"dp_size": len(ranks), "batch_num_tokens": tokens, "global_batch_size": 8}
-            tu.assign_non_tensor(micro, **info)
+            micro, flat = unpadded(data.select_idxs(np.array(rows)), log_probs[rows], **info)
             lengths = micro["input_ids"].offsets().diff().tolist()
             of_rows = torch.cat([logits[:, row * 100 : row * 100 + n] for row, n in zip(rows, lengths, strict=True)], 1)
-            flat = torch.zeros(sum(lengths))
-            for row, end, n in zip(rows, np.cumsum(lengths), lengths, strict=True):
-                response = int(data.batch["attention_mask"][row, -log_probs.shape[1] :].sum())
-                flat[end - 1 - response : end - 1] = log_probs[row, :response] if response < n else 0.0
-            _, of_micro = loss_of(config, distillation, micro, of_rows, flat.requires_grad_())
+            _, of_micro = loss_of(config, distillation, micro, of_rows, flat)
             for key, metric in of_micro.items():
                 if isinstance(metric, Metric):
                     metrics.setdefault(key, metric.init_list()).append(metric)
@@ -185,12 +179,12 @@ SPLITS = {
 def test_metrics_are_over_the_tokens_of_the_mini_batches(a_mini_batch, mode, split):
     """Whatever the micro-batches, ranks and padding rows, against their definitions over the trained tokens."""
     data, log_probs, logits = a_mini_batch
-    config = omega_conf_to_dataclass(compose_config("actor_rollout_ref.model.path=none").actor_rollout_ref.actor)
+    config = actor_of()
     object.__setattr__(config.policy_loss, "loss_mode", mode)
     if mode == "bypass_mode":
         correction = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
         object.__setattr__(config.policy_loss, "rollout_correction", correction)
-    metrics = reported(config, DistillationConfig(loss_coef=0.7), a_mini_batch, split)
+    metrics = reported(config, distilling(loss_coef=0.7), a_mini_batch, split)
 
     mask = data.batch["response_mask"].bool()
     new, old, advantage = log_probs[mask], data.batch["old_log_probs"][mask], data.batch["advantages"][mask]
@@ -284,7 +278,7 @@ def test_policy_loss_without_a_trained_token_is_0(rng, mode):
     metrics = {}
     for mask in (1, 0):
         output, data, leaf = a_micro_batch(rng, mask)
-        loss, metrics[mask] = atropos_loss(config, DistillationConfig(), model_output=output, data=data)
+        loss, metrics[mask] = atropos_loss(config, distilling(), model_output=output, data=data)
         loss.backward()
         assert math.isfinite(loss.item()) and leaf.grad.any() == bool(mask)
     assert loss.item() == 0 and metrics[0].keys() == metrics[1].keys()

@@ -30,13 +30,13 @@ def some_rows(sizes, lengths, dropped=()):
     return rows
 
 
-def members(layout, ranks):
+def members(rows, mini_batches, ranks):
     """The numbers of the rows of each mini-batch, as verl's ranks cut the batch."""
-    share = len(layout.rows) // ranks // layout.mini_batches
-    parts = [set() for _ in range(layout.mini_batches)]
-    for at, row in enumerate(layout.rows):
+    share = len(rows) // ranks // mini_batches
+    parts = [set() for _ in range(mini_batches)]
+    for at, row in enumerate(rows):
         if row is not None:
-            parts[at // share % layout.mini_batches].add(int(row.prompt[0]))
+            parts[at // share % mini_batches].add(int(row.prompt[0]))
     return parts
 
 
@@ -74,10 +74,10 @@ def test_mini_batches_are_whole_groups_for_any_ranks(sizes, sequences, ranks, mu
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=total, max_size=total))
     dropped = data.draw(st.sets(st.integers(0, total - 1), max_size=total - 1))
     rows = some_rows(sizes, lengths, dropped)
-    layout = lay_out(rows, sizes, sequences, ranks, multiple_of, balance)
-    parts = members(layout, ranks)
+    ordered, mini_batches, _ = lay_out(rows, sizes, sequences, ranks, multiple_of, balance)
+    parts = members(ordered, mini_batches, ranks)
     assert sum(map(len, parts)) == len(rows) and set().union(*parts) == set(range(total)) - dropped
-    assert len(layout.rows) % (ranks * multiple_of * layout.mini_batches) == 0
+    assert len(ordered) % (ranks * multiple_of * mini_batches) == 0
 
     # Of the same groups, by the order of arrival alone: each mini-batch is what is left of consecutive whole groups.
     of_group = np.repeat(mini_batch_of_groups(sizes, sequences), sizes)
@@ -86,30 +86,30 @@ def test_mini_batches_are_whole_groups_for_any_ranks(sizes, sequences, ranks, mu
     assert parts == [part for part in expected if part]
     longest = max(map(len, parts))
     step = ranks * multiple_of
-    assert len(layout.rows) == -(-longest // step) * step * layout.mini_batches, "no more padding than needed"
+    assert len(ordered) == -(-longest // step) * step * mini_batches, "no more padding than needed"
 
 
 def test_mini_batches_are_balanced_over_the_ranks_within_each():
     lengths = [100, 1, 1, 100, 100, 100, 1, 1]
-    layout = lay_out(some_rows([4, 4], lengths), [4, 4], 4, ranks=2)
-    tokens = [0 if row is None else len(row.response) for row in layout.rows]
-    assert layout.mini_batches == 2 and [sum(tokens[i : i + 2]) for i in range(0, 8, 2)] == [101] * 4
-    assert layout.metrics["global_seqlen/balanced_min"] == layout.metrics["global_seqlen/balanced_max"] == 206
-    in_order = lay_out(some_rows([4, 4], lengths), [4, 4], 4, ranks=2, balance=False)
-    assert [int(row.prompt[0]) for row in in_order.rows] == [0, 1, 4, 5, 2, 3, 6, 7]
+    rows, mini_batches, metrics = lay_out(some_rows([4, 4], lengths), [4, 4], 4, ranks=2)
+    tokens = [0 if row is None else len(row.response) for row in rows]
+    assert mini_batches == 2 and [sum(tokens[i : i + 2]) for i in range(0, 8, 2)] == [101] * 4
+    assert metrics["global_seqlen/balanced_min"] == metrics["global_seqlen/balanced_max"] == 206
+    in_order, *_ = lay_out(some_rows([4, 4], lengths), [4, 4], 4, ranks=2, balance=False)
+    assert [int(row.prompt[0]) for row in in_order] == [0, 1, 4, 5, 2, 3, 6, 7]
 
 
 def test_mini_batches_padding_rows_stand_in_their_places():
-    layout = lay_out(some_rows([3, 1], [4, 5, 6, 7]), [3, 1], 2, ranks=2)
-    batch = rows_to_data_proto(layout.rows, RowLimits(15, pad_token_id=0))
+    rows, *_ = lay_out(some_rows([3, 1], [4, 5, 6, 7]), [3, 1], 2, ranks=2)
+    batch = rows_to_data_proto(rows, RowLimits(15, pad_token_id=0))
     padding = batch.non_tensor_batch["is_padding"]
-    assert padding.tolist() == [row is None for row in layout.rows] and padding.sum() == 4
+    assert padding.tolist() == [row is None for row in rows] and padding.sum() == 4
     assert (
         not batch.batch["response_mask"][padding].any() and (batch.batch["attention_mask"][padding].sum(-1) == 1).all()
     )
     assert len(set(batch.non_tensor_batch["uid"][padding])) == 4
     assert not batch.non_tensor_batch["zero_advantage"].any(), "unless a row says so"
-    for i, row in enumerate(layout.rows):
+    for i, row in enumerate(rows):
         assert row is None or batch.batch["responses"][i, : len(row.response)].tolist() == row.response.tolist()
 
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import get_kl_controller
-from verl.utils.config import omega_conf_to_dataclass
 
-from helpers.loss import in_the_loss, loss_of, unpadded
+from helpers.loss import distilling, in_the_loss, loss_of, unpadded
 from helpers.promises import code, tables
-from helpers.trainer import compose_config, random_group
+from helpers.trainer import actor_of, configured, random_group
 from recipe.atropos.algorithm.advantages import RunningMoments, add_advantages
-from recipe.atropos.algorithm.losses import DistillationConfig
 from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
@@ -50,14 +48,9 @@ def drawn(data, spread):
 
 
 @functools.cache
-def configured(keys):
-    return compose_config("actor_rollout_ref.model.path=none", *keys)
-
-
-@functools.cache
 def trained(keys, count, spread=0.5):
     """The gradient of the loss by each trained token, flat, through advantages, correction and verl's loss."""
-    config = configured(keys)
+    config = configured(*keys)
     data, report = groups_to_data_proto(sampled_groups(count), RowLimits(200, 0, vocab_size=VOCAB))
     assert not report.dropped
     policies = drawn(data, spread)
@@ -67,8 +60,7 @@ def trained(keys, count, spread=0.5):
     add_advantages(data, config.algorithm, config.trainer.atropos, RunningMoments(), controller)
     new = policies["new"].float().requires_grad_()
     batch, flat = unpadded(data, new)
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    loss, _ = loss_of(actor, DistillationConfig(), batch, torch.zeros(1, len(flat), VOCAB), flat)
+    loss, _ = loss_of(actor_of(*keys), distilling(), batch, torch.zeros(1, len(flat), VOCAB), flat)
     [gradient] = torch.autograd.grad(loss, new)
     return gradient[mask].double()
 
@@ -225,7 +217,7 @@ def test_papers_constant_of_dr_grpo_divides():
 
 
 def value_of(keys, key):
-    return OmegaConf.select(configured(keys), key)
+    return OmegaConf.select(configured(*keys), key)
 
 
 @pytest.mark.parametrize(("paper", "key"), [(paper, key) for paper, keys in KEYS.items() for key in keys])
@@ -234,7 +226,7 @@ def test_papers_need_each_of_their_keys(paper, key):
     name, without = key.partition("=")[0], tuple(each for each in KEYS[paper] if each != key)
     if key.endswith("=true"):  # a switch, whose coefficient is given too
         with pytest.raises(ConfigurationError, match="has no effect with " + name):
-            configured(without)
+            configured(*without)
         return
     same = value_of(without, name) == value_of(KEYS[paper], name)
     assert not same or paper in ("TIS", "IcePop"), "a key that the page need not give"
@@ -261,7 +253,7 @@ def by_turn(first, second):
 
 def credit_of(paper):
     [key] = [each for each in TURN_KEYS[paper] if each.startswith("environment.credit=")]
-    return Credit.parse(OmegaConf.to_object(configured((key,)).environment.credit), "environment.credit")
+    return Credit.parse(OmegaConf.to_object(configured(key).environment.credit), "environment.credit")
 
 
 def credited(group, credit):
@@ -332,9 +324,3 @@ def test_papers_credit_is_the_papers_and_reaches_the_loss(paper):
 def test_papers_credit_takes_the_papers_parameters(paper, keys, wanted):
     credit = Credit.model_validate(credit_of(paper).model_dump(exclude_defaults=True) | keys)
     np.testing.assert_allclose(credited(episodes(SCORES.tolist(), **SENT[paper][1]), credit), wanted(), atol=1e-5)
-
-
-def test_papers_advantages_that_are_sent_reach_the_loss():
-    wanted = by_turn(*gigpo(gamma=0.9).T)
-    group = episodes(SCORES.tolist()) | {"advantages": wanted}
-    np.testing.assert_allclose(in_the_loss([group], VOCAB).advantages, wanted, atol=1e-5)

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.adapter import cli as env_adapter
 from recipe.atropos.algorithm import reward_bridge
@@ -25,12 +24,9 @@ from recipe.atropos.algorithm.reward_bridge import (
     read_bridge,
 )
 from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
-from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.environment_processes import environment_command, write_bridge
 
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],
@@ -285,23 +281,11 @@ def test_a_file_that_cannot_be_read_is_named_on_the_command_line(tmp_path, monke
     assert f"--reward-bridge {path}" in capsys.readouterr().err
 
 
-def test_bridge_is_for_serving_and_not_for_evaluation(tmp_path):
-    """The launcher runs the environment through the adapter with the block, and evaluates without it."""
-    options = ["--preset", "demo", "--model", "m", "environment.reward_bridge.length_bounty.target=5"]
-    options += ["environment.reward_bridge.length_bounty.slope=0.01", "environment.reward_bridge.length_bounty.cap=1"]
-    overrides = compose_overrides(parse_arguments(options))
-    run = run_of(load_config(overrides), tmp_path, overrides)
-    [spec] = environment_specs(run.config).values()
-    serve = environment_command(run, spec, "serve", "http://api", "http://server")
-    adapter = ["-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "recipe.atropos.environments.gsm8k"]
-    block = tmp_path / "environments/gsm8k.reward_bridge.yaml"
-    assert serve[1:8] == [*adapter, "--reward-bridge", str(block)]
-    write_bridge(run, spec)
-    assert yaml.safe_load(block.read_text()) == {"length_bounty": {"target": 5, "slope": 0.01, "cap": 1}}
-    assert "--reward-bridge" not in environment_command(run, spec, "evaluate", "http://api", "http://server")
+def test_bridge_that_lifts_wrong_answers_is_refused_before_a_run():
+    options = [f"environment.reward_bridge.length_bounty.{part}" for part in ("target=5", "slope=0.01", "cap=1")]
+    options += ["data.max_prompt_length=64", "data.max_response_length=64", "actor_rollout_ref.model.path=a/b"]
     with pytest.raises(RewardBridgeError, match="environment.reward_bridge: can make a difference of 1.05"):
-        sizes = ["data.max_prompt_length=64", "data.max_response_length=64"]
-        check_config(compose_config("actor_rollout_ref.model.path=a/b", *sizes, *overrides[2:]))
+        check_config(compose_config(*options))
 
 
 # ---------------------------------------------------------------------- the trainer's side

@@ -7,19 +7,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from helpers.trainer import compose_config
+from helpers.loss import distilling
+from helpers.trainer import actor_of, configured
 from recipe.atropos.algorithm.advantages import RunningMoments, add_advantages, compute_advantages
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.algorithm.losses import DistillationConfig, atropos_loss
+from recipe.atropos.algorithm.losses import atropos_loss
 from recipe.atropos.algorithm.metrics import batch_metrics, mean_entropy
-from recipe.atropos.algorithm.mini_batches import lay_out
 from recipe.atropos.algorithm.trajectories import has_several_rows, require_defined, shares_of
-from recipe.atropos.data.data_proto import groups_to_data_proto, rows_to_data_proto
-from recipe.atropos.data.reading import read_groups
+from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.verl_ext.algorithm import AdaptiveKLController
@@ -71,10 +69,6 @@ def by_token(batch, values):
     """{trained token: value} of (B, R) values."""
     mask = batch.batch["response_mask"].bool()
     return dict(zip(batch.batch["responses"][mask].tolist(), values[mask].tolist(), strict=True))
-
-
-def configured(*overrides):
-    return compose_config("actor_rollout_ref.model.path=none", *overrides)
 
 
 def estimated(batch, name, **settings):
@@ -220,7 +214,7 @@ def loss_and_gradient(batch, config, micro_batches, trajectories):
         offsets = micro["input_ids"].offsets()
         nested = {"log_probs": log_probs, "entropy": entropy}
         output = {key: torch.nested.nested_tensor_from_jagged(each, offsets) for key, each in nested.items()}
-        loss, found = atropos_loss(config, DistillationConfig(), model_output=output, data=micro)
+        loss, found = atropos_loss(config, distilling(), model_output=output, data=micro)
         loss.backward()
         total += loss.item()
         for token, *of_token in zip(following.tolist(), log_probs.grad.tolist(), entropy.grad.tolist(), strict=True):
@@ -244,15 +238,9 @@ AGGREGATED = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-me
 )
 def test_losses_are_those_of_one_sequence_for_a_trajectory(agg, mode):
     """With entropy and KL, in any micro-batches: values, gradients and metrics."""
-    config = omega_conf_to_dataclass(
-        configured(
-            f"actor_rollout_ref.actor.loss_agg_mode={agg}",
-            f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
-            *["actor_rollout_ref.actor.policy_loss.dro_beta=0.1"] * (mode == "dro"),
-            "actor_rollout_ref.actor.use_kl_loss=true",
-            "actor_rollout_ref.actor.entropy_coeff=0.2",
-        ).actor_rollout_ref.actor
-    )
+    options = [f"loss_agg_mode={agg}", f"policy_loss.loss_mode={mode}", "use_kl_loss=true", "entropy_coeff=0.2"]
+    options += ["policy_loss.dro_beta=0.1"] * (mode == "dro")
+    config = actor_of(*(f"actor_rollout_ref.actor.{option}" for option in options))
     rows, one = both()
     wanted = loss_and_gradient(one, config, [range(5)], 5)
     assert len(wanted[1]) == 19 and wanted[0] != 0
@@ -270,19 +258,6 @@ def test_entropy_in_the_metrics_is_that_of_trajectories(agg):
     actor = SimpleNamespace(loss_agg_mode=agg, loss_scale_factor=None)
     rows, one = (mean_entropy(values_of(batch.batch["responses"], 3.0), batch, actor) for batch in both())
     assert rows == pytest.approx(one, rel=1e-6)
-
-
-def test_mini_batches_count_trajectories():
-    """Two of three trajectories each, though one has twice as many rows; each trajectory is in one."""
-    groups = [in_rows([[1, 1], [2, 1, 1], [1]], [0.0, 1.0, 2.0], 2), in_rows([[1]] * 3, [0.0, 1.0, 2.0], 20)]
-    rows, report = read_groups(groups, LIMITS)
-    assert report.group_sizes == [3, 3] and report.received == 9
-    layout = lay_out(rows, report.group_sizes, 3, ranks=2)
-    assert layout.mini_batches == 2 and len(layout.rows) == 12
-    batch = rows_to_data_proto(layout.rows, LIMITS)
-    uids = batch.non_tensor_batch["uid"].reshape(2, 2, 3)  # ranks, mini-batches, rows
-    assert {*uids[:, 0].flat} >= {"0"} and "0" not in uids[:, 1] and "1" in uids[:, 1]
-    assert shares_of(batch).sum().item() == pytest.approx(6.0)
 
 
 def test_mean_score_counts_a_trajectory_once():

@@ -1,12 +1,12 @@
 """The trainer's side of a push: the real fleet and gateway over servers that can be made to fail; ranks are a stub."""
 
-import contextlib
+import asyncio
 import itertools
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 
 from helpers.gateway import KEY, gateway
@@ -204,13 +204,17 @@ def test_manager_goes_on_without_a_server_that_is_gone(served, caplog):
     assert served.group.pushes[1:] == [(1, [second])] and served.gateway.serves()[:2] == (1, {first, second})
 
 
-def test_manager_repeats_a_push_in_which_a_server_died(served):
+@pytest.mark.parametrize("hangs", [False, True], ids=["dies", "hangs"])
+def test_manager_repeats_a_push_in_which_a_server_died(served, hangs):
+    """Or answers nothing, with its connections open."""
     manager, (first, second) = manager_of(served), served.fleet.urls
     manager.update_weights(1)
 
     def once():
         served.group.error = WeightPushError("one died") if served.group.error is None else None
-        with contextlib.suppress(Exception):
+        if hangs:
+            served.stubs[1].info = asyncio.Event().wait
+        elif served.group.error:
             die(served, 1)
 
     served.group.during = once
@@ -288,29 +292,22 @@ def test_memory_is_released_only_when_every_server_is_there(served):
         manager.offload_servers()
 
 
-@pytest.fixture
-def refusing():
-    """URL of an HTTP server that answers 501 to all."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
-def test_memory_that_cannot_be_given_back_is_logged(refusing, tmp_path, caplog):
+def test_memory_that_cannot_be_given_back_is_logged(served, tmp_path, caplog):
     """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
-    memory = SharedMemory(ServerFleet([], None), "auto", tmp_path / "offloaded")
-    manager = manager_of(SimpleNamespace(group=None, fleet=None), memory=memory)
-    manager.memory.released = {refusing: "1"}
+
+    async def refuse():
+        raise web.HTTPNotImplemented
+
+    url, served.stubs[0].info = served.fleet.urls[0], refuse
+    manager = manager_of(served, memory=SharedMemory(served.fleet, "auto", tmp_path / "offloaded"))
+    manager.memory.released = {url: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):
         try:
             1 / 0  # noqa: B018
         finally:
             manager.onload_servers()
-    assert "start the servers again" in caplog.text and f"{refusing}/model_info: HTTP 501" in caplog.text
+    assert "start the servers again" in caplog.text and f"{url}/model_info: HTTP 501" in caplog.text
     assert not manager.memory.released and not manager.memory.mark.exists()
 
 

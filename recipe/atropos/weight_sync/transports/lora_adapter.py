@@ -76,11 +76,9 @@ class AdapterTransport(WeightTransport):
                 body | {"serialized_named_tensors": body["serialized_named_tensors"] * ranks},
             )
 
-        async def carry_version(client: SGLangClient) -> None:
-            await client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-
+        carried = {"new_version": str(version), "abort_all_requests": False}
         await on_all(clients, "deliver", load)
-        await on_all(clients, "deliver", carry_version)
+        await on_all(clients, "deliver", lambda client: client.post("/update_weight_version", carried))
 
     def release(self, version: int) -> None:
         self._tensors = {}

@@ -19,7 +19,6 @@ import base64
 import contextlib
 import io
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -42,7 +41,6 @@ from recipe.atropos.weight_sync.transports.bucket import Bucket, Buckets, NamedT
 
 _TORCH_HEADER = 64  # bytes; holds torch's count of readers
 _DEVICE_INDEX = 6  # index of the device in the arguments of torch's rebuild_cuda_tensor
-_sharing_lock = threading.Lock()
 
 
 class TensorTransport(WeightTransport, name="tensor"):
@@ -51,6 +49,8 @@ class TensorTransport(WeightTransport, name="tensor"):
     shares_memory = in_requests = True
 
     def __init__(self, *, bucket_size: int, **_: object):
+        # Of this process: torch's default handles are file descriptors, and a server that gets such a handle crashes.
+        multiprocessing.set_sharing_strategy("file_system")
         self._segments: list[tuple[StorageWeakRef, Path]] = []  # on a CPU
         self._buckets = Buckets(bucket_size, self._allocate)
         self._filled: Iterator[Bucket] = iter(())
@@ -105,8 +105,7 @@ class TensorTransport(WeightTransport, name="tensor"):
         path = scratch.current().shared_memory()  # torch's own names do not identify the run
         with disk_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "rb") as file:
             os.posix_fallocate(file.fileno(), 0, _TORCH_HEADER + size)  # else a full disk kills the writer
-        with _sharing_by_name():
-            storage = torch.UntypedStorage._new_shared_filename_cpu(b"", f"/{path.name}".encode(), size)
+        storage = torch.UntypedStorage._new_shared_filename_cpu(b"", f"/{path.name}".encode(), size)
         self._segments.append((StorageWeakRef(storage), path))
         return torch.empty(0, dtype=torch.uint8).set_(storage)
 
@@ -131,8 +130,7 @@ def _handles(bucket: Bucket) -> str:
         entries.append(SimpleNamespace(name=name, shape=shape, dtype=bucket.flat.dtype, **where))
         place += size
     written = io.BytesIO()
-    with _sharing_by_name():
-        _HandlePickler(written).dump({"flattened_tensor": bucket.flat, "metadata": entries})
+    _HandlePickler(written).dump({"flattened_tensor": bucket.flat, "metadata": entries})
     return base64.b64encode(written.getvalue()).decode()
 
 
@@ -149,18 +147,3 @@ class _HandlePickler(ForkingPickler):
         device = arguments[_DEVICE_INDEX]
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         return rebuild, (*arguments[:_DEVICE_INDEX], uuid, *arguments[_DEVICE_INDEX + 1 :])
-
-
-@contextlib.contextmanager
-def _sharing_by_name() -> Iterator[None]:
-    """Make handles by name: torch's default passes file descriptors, and a server that gets such a handle crashes.
-
-    The setting is process-wide, hence the lock: one thread allocates buckets while another makes handles.
-    """
-    with _sharing_lock:
-        before = multiprocessing.get_sharing_strategy()
-        multiprocessing.set_sharing_strategy("file_system")
-        try:
-            yield
-        finally:
-            multiprocessing.set_sharing_strategy(before)
