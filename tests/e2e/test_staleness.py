@@ -4,17 +4,22 @@ import contextlib
 import re
 import sys
 
+import numpy as np
+import orjson
 import pytest
 from transformers import AutoTokenizer
 
 from helpers import ROOT
 from helpers.environments import length_env
-from helpers.environments.length_env import answer_length
+from helpers.environments.length_env import LONG, SHORT, answer_length
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import get
+from helpers.services import get, running_api
 from helpers.sglang import call
+from helpers.trainer import compose_config, running
 from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
+from recipe.atropos.run.record import read_metrics
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import start_service
 
 pytestmark = pytest.mark.timeout(280)
@@ -23,7 +28,7 @@ GROUPS, SIZE, STEPS = 4, 2, 5
 
 
 @contextlib.contextmanager
-def environment(model_path, server, folder, api_url):
+def environment(model_path, server, folder, api_url, program=(length_env.__file__,)):
     """A real environment on a Trajectory API; ``folder/cancelled`` has the items whose sampling was cancelled."""
     (folder / "cancelled").touch()
     flags = {
@@ -40,7 +45,7 @@ def environment(model_path, server, folder, api_url):
     }
     service = start_service(
         "environment",
-        [sys.executable, length_env.__file__, "serve", *(f"--{key}={value}" for key, value in flags.items())],
+        [sys.executable, *program, "serve", *(f"--{key}={value}" for key, value in flags.items())],
         log_path=folder / "environment.log",
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1"},
     )
@@ -50,6 +55,30 @@ def environment(model_path, server, folder, api_url):
         raise AssertionError(service.tail(60)) from error
     finally:
         service.stop()
+
+
+def train(model_path, server, folder, api, max_staleness, *program, steps=STEPS):
+    """(metrics of each step, the items that each step trained on) with the environment of ``program``."""
+    config = compose_config(
+        f"actor_rollout_ref.model.path={model_path}",
+        f"inference.urls=[{server}]",
+        f"run.dir={folder / 'run'}",
+        f"data.train_batch_size={GROUPS}",
+        f"actor_rollout_ref.rollout.n={SIZE}",
+        "trainer.save_freq=-1",
+        f"trainer.total_training_steps={steps}",
+        "trainer.atropos.max_wait_time=120",
+        f"trainer.atropos.max_staleness={'null' if max_staleness is None else max_staleness}",
+    )
+    with environment(model_path, server, folder, api.url, *program):
+        config.trainer.atropos.api_url = api.url
+        with running(config) as trainer:
+            trainer.fit()
+    items = []
+    for step in range(1, steps + 1):
+        rows = [orjson.loads(line) for line in (folder / f"run/rollouts/{step}.jsonl").read_bytes().splitlines()]
+        items.append([int(re.search(r"item (\d+)", row["input"])[1]) for row in rows])
+    return read_metrics(folder / "run"), items
 
 
 def item_of(tokenizer, group):
@@ -88,3 +117,27 @@ def test_staleness_is_bounded_and_long_answers_are_trained_on(model_path, server
     assert max(staleness) == max_staleness and len(staleness) == STEPS * GROUPS * SIZE
     cancelled = [int(line) for line in (tmp_path / "cancelled").read_text().split()]
     assert not {item for item in cancelled if item < STEPS * GROUPS}, "nothing that ran was cancelled"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_staleness_without_pacing_favors_short_answers(model_path, server, tmp_path):
+    """So the test above can fail: what it asks for is not so by itself."""
+    stock = ("-c", "from helpers.environments.length_env import LengthEnv; LengthEnv.cli()")
+    with running_api(tmp_path) as api:
+        lines, items = train(model_path, server, tmp_path, api, None, stock)
+    lengths = [line["atropos/response_length"] for line in lines[:3]]
+    assert lengths[0] == SHORT and not {n for n in items[0] if answer_length(n) == LONG}, "paced, items 0 to 3"
+    assert np.mean(lengths) < 0.9 * (LONG + 3 * SHORT) / 4, lengths
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_rows_beyond_the_bound_are_dropped_where_nothing_paces(model_path, server, tmp_path, monkeypatch):
+    """Without the bound, the API lets two batches begin before the first is trained on."""
+    register = TrajectoryApiClient.register
+    monkeypatch.setattr(TrajectoryApiClient, "register", lambda self, fields, after, _: register(self, fields, after))
+    with running_trajectory_api(tmp_path) as api:
+        lines, _ = train(model_path, server, tmp_path, api, 0, steps=3)
+    assert all(line["atropos/staleness/max"] == 0 for line in lines)
+    assert sum(line.get("atropos/dropped/stale", 0) for line in lines) > 0
