@@ -236,12 +236,11 @@ def _services(status: RunStatus, width: int, ascii_only: bool) -> Rows:
     for service in status.services:
         color, mark, plain = _HEALTH[service.health]
         detail = f" ({service.detail})" if service.detail else ""
-        if line and len(line) + len(service.name) + len(detail) + 4 > width:
+        shown = Text.assemble((f"{plain if ascii_only else mark} ", color), service.name, (f"{detail}  ", "dim"))
+        if line and len(line) + len(shown) > width:
             yield label, line
             label, line = "", Text()
-        line.append(f"{plain if ascii_only else mark} ", color)
-        line.append(service.name)
-        line.append(f"{detail}  ", "dim")
+        line.append_text(shown)
     if line:
         yield label, line
 
