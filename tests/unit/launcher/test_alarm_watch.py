@@ -17,37 +17,29 @@ from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
 from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
-from recipe.atropos.watchdog import alarms
+from recipe.atropos.watchdog import alarms as alarms_module
 from recipe.atropos.watchdog.alarms import ALARMS, describe, table
 from recipe.atropos.watchdog.history import PREFIX
 
 NOWHERE = "http://127.0.0.1:9"  # nothing answers: neither API nor gateway are needed for what steps show
 
 
-def watching(folder, look, options=(), version=0):
-    """Call ``look`` with the watch of a run and the run; return what was printed."""
-    run = run_of(compose_config("actor_rollout_ref.model.path=m", *options), folder)
+def watch(folder, *steps, options=(), version=0):
+    """Look at these steps, one after the other; return what was printed."""
+    config = compose_config("actor_rollout_ref.model.path=m", *options)
+    run = run_of(config, folder)
 
-    async def looking():
+    async def look():
         async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, None)) as alarm_watch:
-            await look(alarm_watch, run)
+            for step in steps:
+                await alarm_watch.poll([step])
 
     with console.capture() as captured:
         try:
-            asyncio.run(looking())
+            asyncio.run(look())
         finally:
             run.stop()
     return captured.get()
-
-
-def watch(folder, *steps, **options):
-    """Look at these steps, one after the other; return what was printed."""
-
-    async def look(alarm_watch, run):
-        for step in steps:
-            await alarm_watch.poll([step])
-
-    return watching(folder, look, **options)
 
 
 def step(number, **alarms):
@@ -59,7 +51,7 @@ def summary(folder):
 
 
 def test_alarm_watch_prints_and_records_an_alarm_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(alarms, "CLEAR_SECONDS", 0.0)
+    monkeypatch.setattr(alarms_module, "CLEAR_SECONDS", 0.0)
     steps = [step(1), *(step(number, truncated_sampling=4.0) for number in (2, 3)), *map(step, range(4, 10))]
     shown = watch(tmp_path, *steps)
     assert shown.splitlines()[:3] == [
@@ -122,48 +114,63 @@ def test_alarm_watch_counts_no_silence_of_a_suspension(tmp_path, monkeypatch, su
     begun = time.time()
     clock = SimpleNamespace(time=partial(float, begun), monotonic=partial(float, begun))
     monkeypatch.setattr(module, "time", clock)
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
 
-    async def look(alarm_watch, run):
-        alarm_watch.watchdog.history.add_gateway({"version": 0, "held": 0, "servers": []}, begun)
-        path = run.files.environment_report("gsm8k")
-        path.parent.mkdir()
-        append_line(path, {"time": begun + 1, "env": "gsm8k", "started": True})
-        for passed, slept in ((2.0, 0.0), (1002.0, suspended)):
-            clock.time = partial(float, begun + passed)
-            clock.monotonic = partial(float, begun + passed - slept)
-            await alarm_watch.poll()
-            append_line(path, {"time": begun + 1, "in_flight": 1, "means": {}, "counts": {"items": 1}})
+    async def look():
+        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
+            alarm_watch.watchdog.history.add_gateway({"version": 0, "held": 0, "servers": []}, begun)
+            path = run.files.environment_report("gsm8k")
+            path.parent.mkdir()
+            append_line(path, {"time": begun + 1, "env": "gsm8k", "started": True})
+            for passed, slept in ((2.0, 0.0), (1002.0, suspended)):
+                clock.time = partial(float, begun + passed)
+                clock.monotonic = partial(float, begun + passed - slept)
+                await alarm_watch.poll()
+                append_line(path, {"time": begun + 1, "in_flight": 1, "means": {}, "counts": {"items": 1}})
 
-    watching(tmp_path, look)
-    assert [line["alarm"] for line in read_lines(tmp_path / "alarms.jsonl")] == alarms
+    try:
+        asyncio.run(look())
+    finally:
+        run.stop()
+    assert [line["alarm"] for line in read_lines(run.files.alarms)] == alarms
 
 
 def test_alarm_watch_reads_what_the_session_server_reports(tmp_path):
     """Of environments that the run does not start."""
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
     counts = {"sessions/ended": 64, "sessions/failed/seconds": 64}
 
-    async def look(alarm_watch, run):
-        path = run.files.environment_report("mine", ELSEWHERE)
-        path.parent.mkdir()
-        for given in ({}, counts):
-            line = {"replica": ELSEWHERE, "in_flight": 0, "means": {}, "counts": given}
-            append_line(path, {"time": time.time(), "env": "mine", **line})
-            await alarm_watch.poll()
+    async def look():
+        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
+            path = run.files.environment_report("mine", ELSEWHERE)
+            path.parent.mkdir()
+            for given in ({}, counts):
+                line = {"replica": ELSEWHERE, "in_flight": 0, "means": {}, "counts": given}
+                append_line(path, {"time": time.time(), "env": "mine", **line})
+                await alarm_watch.poll()
 
-    watching(tmp_path, look)
-    [line] = read_lines(tmp_path / "alarms.jsonl")
+    try:
+        asyncio.run(look())
+    finally:
+        run.stop()
+    [line] = read_lines(run.files.alarms)
     assert (line["alarm"], line["environment"]) == ("agent_does_not_end", "mine")
 
 
 def test_alarm_watch_says_that_the_api_waits_for_room(tmp_path):
     """Nothing goes on meanwhile, and nothing else tells: the trainer waits, the environments too."""
+    run = run_of(compose_config("actor_rollout_ref.model.path=m", "trainer.atropos.max_wait_time=120"), tmp_path)
 
-    async def look(alarm_watch, run):
-        for trouble in ("", "t.db: disk is full; make room there", "t.db: disk I/O error; make room there", ""):
-            alarm_watch.watchdog.history.api = {"warnings": {"store": trouble} if trouble else {}}
-            await alarm_watch.poll()
+    async def look():
+        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
+            for trouble in ("", "t.db: disk is full; make room there", "t.db: disk I/O error; make room there", ""):
+                alarm_watch.watchdog.history.api = {"warnings": {"store": trouble} if trouble else {}}
+                await alarm_watch.poll()
 
-    assert watching(tmp_path, look, ["trainer.atropos.max_wait_time=120"]).splitlines() == [
+    with console.capture() as captured:
+        asyncio.run(look())
+    run.stop()
+    assert captured.get().splitlines() == [
         "api     t.db: disk is full; make room there; the run waits for it, at most 120 s "
         "(trainer.atropos.max_wait_time)",
         "api     stores again",
