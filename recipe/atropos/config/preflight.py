@@ -36,6 +36,10 @@ def check_config(config: DictConfig) -> None:
     """
     resolved(config)
     specs = [*environment_specs(config).values()]
+    for spec in specs:
+        _check_shaping(spec)
+    if not specs:
+        _check_credit("environment", config.environment.credit)
     check_rules(
         chain(
             _model(config),
@@ -56,10 +60,6 @@ def check_config(config: DictConfig) -> None:
             _sessions(config),
         )
     )
-    for spec in specs:
-        _check_shaping(spec)
-    if not specs:
-        _check_credit("environment", config.environment.credit)
 
 
 def check_model_settings(config: DictConfig) -> None:
