@@ -49,8 +49,7 @@ from recipe.atropos.launcher.services import Run, bounded_logs
 from recipe.atropos.launcher.sglang import given_ports, plan_servers
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
-from recipe.atropos.terminal.live_view import LiveView, shows_live
-from recipe.atropos.terminal.progress import console, progress, say
+from recipe.atropos.terminal.progress import LiveView, console, progress, say, shows_live
 from recipe.atropos.terminal.status import show_summary
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.sockets import check_port

@@ -5,15 +5,17 @@ import subprocess
 import sys
 import time
 
+import orjson
 import pytest
 
 from helpers.runs import make_run, metrics_line, write_lines
 from helpers.terminal import terminals
 from helpers.waiting import until
+from recipe.atropos.utils.files import write_atomic
 
 PROGRAM = """
 import sys, time
-from recipe.atropos.terminal.live_view import LiveView
+from recipe.atropos.terminal.progress import LiveView
 from recipe.atropos.terminal.progress import console, progress
 from recipe.atropos.run.folder import RunDir
 
@@ -115,10 +117,11 @@ def test_live_view_follows_the_size_of_its_terminal(view):
     for lines, columns in ((24, 60), (40, 150)):
         seen = len(terminal.text)
         terminal.resize(lines, columns)
-        deadline = time.monotonic() + 60
-        while {*map(len, (drawn(terminal.text[seen:]) or [[]])[-1])} != {columns}:
-            assert time.monotonic() < deadline, terminal.text[-3000:]
-            time.sleep(0.2)
+
+        def fits(seen=seen, columns=columns):
+            return {*map(len, (drawn(terminal.text[seen:]) or [[]])[-1])} == {columns}
+
+        until(fits, 60, terminal)
     assert terminal.raw.count(CLEAR) == 2, "once for each size"
     kept = terminal.raw.rpartition(CLEAR)[2]
     assert "line 1\n" in kept.replace("\r", ""), "what was printed stands there again"
@@ -133,22 +136,17 @@ def test_live_view_respects_no_color(view):
     assert COLOR.search(colored.raw)
 
 
-def test_live_view_goes_on_beside_a_file_that_is_no_json(view):
-    terminal = view()
-    terminal.wait_for(r"line 1\n")
-    view.files.metrics.with_name("new").write_text("what?\n")
-    view.files.metrics.with_name("new").rename(view.files.metrics)
-    terminal.wait_for(r"cannot be read")
-    write_lines(view.files.metrics, [metrics_line(step) for step in range(1, 15)])
-    terminal.wait_for(r"14 of 20")
-
-
-def test_live_view_goes_on_beside_a_state_that_cannot_be_shown(view):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"what?\n", r"cannot be read"), (orjson.dumps(metrics_line(1, "high")) + b"\n", r"state cannot be shown")],
+    ids=["no_json", "no_number"],
+)
+def test_live_view_goes_on_beside_a_file_that_cannot_be_shown(view, content, told):
     """What is printed meanwhile is not lost either."""
     terminal = view()
     terminal.wait_for(r"line 1\n")
-    write_lines(view.files.metrics, [metrics_line(1, "high"), metrics_line(2, "higher")])
-    terminal.wait_for(r"state cannot be shown")
+    write_atomic(view.files.metrics, content)
+    terminal.wait_for(told)
     seen = len(terminal.text)
     write_lines(view.files.metrics, [metrics_line(step) for step in range(1, 15)])
     terminal.wait_for(r"14 of 20")
@@ -160,7 +158,7 @@ def test_live_view_goes_on_beside_a_state_that_cannot_be_shown(view):
 def test_live_view_is_for_terminals_that_move_the_cursor(variables, monkeypatch):
     from rich.console import Console
 
-    from recipe.atropos.terminal.live_view import shows_live
+    from recipe.atropos.terminal.progress import shows_live
 
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich call a pipe a terminal
     assert not shows_live(Console(_environ={**variables, "FORCE_COLOR": "1"}))
@@ -191,25 +189,9 @@ def test_plain_output_moves_no_cursor(terminal, tmp_path, arguments):
     assert not moves if arguments else moves
 
 
-def test_live_view_leaves_the_terminal_to_the_shell(terminal, tmp_path):
-    """A launcher in the background prints lines: the shell writes there too."""
-    program = (
-        "import os, sys; from rich.console import Console; from recipe.atropos.terminal.live_view import shows_live\n"
-        "print('in front:', shows_live(Console()), flush=True)\n"
-        "if os.fork() == 0:\n"
-        "    os.setpgid(0, 0)\n"
-        "    print('behind:', shows_live(Console()), flush=True)\n"
-        "    os._exit(0)\n"
-        "os.wait()"
-    )
-    shell = terminal([sys.executable, "-c", program], tmp_path)
-    assert shell.wait_for_end() == 0
-    assert "in front: True" in shell.text and "behind: False" in shell.text
-
-
 DISOWNED = """
 import contextlib, pathlib, time
-from recipe.atropos.terminal.live_view import LiveView, shows_live
+from recipe.atropos.terminal.progress import LiveView, shows_live
 from recipe.atropos.terminal.progress import console
 
 with LiveView(console, pathlib.Path("run")) if shows_live(console) else contextlib.nullcontext():
@@ -226,7 +208,8 @@ def test_lines_of_a_disowned_job_outlive_its_terminal(terminal, tmp_path, stoppe
     (tmp_path / "program.py").write_text(DISOWNED)
     shell = terminal(["bash", "--norc", "-i"], tmp_path)
     shell.type(f"{sys.executable} program.py{'' if stopped else ' &'}\n")
-    shell.wait_for(r"line 2\s")
+    shell.wait_for(r"line 9\s")
+    assert ("╭─" in shell.text) is stopped, "a launcher in the background prints lines: the shell writes there too"
     if stopped:
         shell.type("\x1a")
         shell.wait_for("Stopped")

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recipe.atropos.watchdog.alarms import Watchdog
 from recipe.atropos.watchdog.history import AlarmLimits, History
-from recipe.atropos.watchdog.watchdog import Watchdog
 
 PATH = Path(__file__).with_name("demos.json")
 ENV = "gsm8k"

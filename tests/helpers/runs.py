@@ -14,7 +14,7 @@ from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.startup import start_trainer
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES
-from recipe.atropos.utils.files import write_atomic
+from recipe.atropos.utils.files import rewrite_lines as write_lines
 from recipe.atropos.utils.process import Service, start_time
 
 CONFIG = "trainer: {total_training_steps: %d, device: cpu, atropos: {max_staleness: 2, api_url: null}}\n"
@@ -54,11 +54,6 @@ def metrics_line(step, score=0.5, seconds=2.0, **more):
     line = {"step": step, "time": 1e9 + step * seconds, "atropos/mean_score": score, "timing_s/step": seconds}
     line |= {"perf/total_num_tokens": 4000, "atropos/trained_tokens": 1000.0, "phase_s/other": 0.0, **phases}
     return line | {"atropos/staleness/mean": 1.0, "atropos/staleness/max": 2.0, **more}
-
-
-def write_lines(path, lines):
-    """At once, for who reads the file meanwhile."""
-    write_atomic(path, b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
 
 def make_run(folder, steps=10, total=20, pid=None, host=None, started=None, **services):

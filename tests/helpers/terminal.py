@@ -13,12 +13,12 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 
 import psutil
 import pytest
 
 from helpers.environments import join_env
+from helpers.waiting import until
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import RUN_ID_VARIABLE
 
@@ -75,19 +75,18 @@ class Terminal:
     def text(self):
         return CONTROL.sub("", self._read.decode(errors="replace"))
 
+    def poll(self):
+        return self.process.poll()
+
+    def tail(self, lines):
+        return "\n".join(self.text.splitlines()[-lines:])
+
     def wait_for(self, pattern):
-        deadline = time.monotonic() + LIMIT
-        while not (found := re.search(pattern, self.text)):
-            assert self.process.poll() is None and time.monotonic() < deadline, f"no {pattern} in:\n{self.text[-5000:]}"
-            time.sleep(0.2)
-        return found
+        return until(lambda: re.search(pattern, self.text), LIMIT, self)
 
     def wait_for_step(self, step, run):
         """Wait until the run in the folder ``run`` has trained so many steps, however the command shows them."""
-        deadline = time.monotonic() + LIMIT
-        while len(read_metrics(run)) < step:
-            assert self.process.poll() is None and time.monotonic() < deadline, f"no step {step}:\n{self.text[-5000:]}"
-            time.sleep(0.2)
+        until(lambda: len(read_metrics(run)) >= step, LIMIT, self)
 
     def wait_for_end(self):
         """Wait until the command has ended and all that it wrote is read."""

@@ -233,19 +233,6 @@ def test_run_dir_line_that_is_damaged_is_named(tmp_path, line):
         read_lines(path)
 
 
-def test_run_dir_full_disk_is_named_and_changes_nothing(full_disk):
-    summary, lines = full_disk / "summary.json", full_disk / "metrics.jsonl"
-    write_json(summary, {"steps": 1})
-    append_line(lines, {"step": 1})
-    fill(full_disk)
-    with pytest.raises(DiskFull, match=f"no space left on device: {summary}"):
-        write_json(summary, {"steps": 2, "text": "x" * 5000})
-    with pytest.raises(DiskFull, match=f"no space left on device: {lines}"):
-        append_line(lines, {"step": 2, "text": "x" * 5000})
-    assert orjson.loads(summary.read_bytes()) == {"steps": 1} and read_lines(lines) == [{"step": 1}]
-    assert sorted(os.listdir(full_disk)) == ["ballast", "metrics.jsonl", "summary.json"]
-
-
 @pytest.mark.parametrize(
     "write",
     [

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.config.schema_errors import nearest
+from recipe.atropos.config.keys import nearest
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run

@@ -20,7 +20,7 @@ from recipe.atropos.errors import LaunchError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import ELSEWHERE, RunReader, find_run
 from recipe.atropos.terminal.dashboard import shown_path
-from recipe.atropos.terminal.live_view import shows_live
+from recipe.atropos.terminal.progress import shows_live
 from recipe.atropos.terminal.status import RUN_HELP, how_to_go_on
 
 _WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.2

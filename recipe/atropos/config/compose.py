@@ -42,8 +42,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.atropos.config.derived import set_derived
-from recipe.atropos.config.keys import checked, flat, keys_of, of_all, unsupported, without_effect
-from recipe.atropos.config.schema_errors import check_schema, wrong_values
+from recipe.atropos.config.keys import (
+    as_given,
+    checked,
+    flat,
+    keys_of,
+    of_all,
+    unsupported,
+    without_effect,
+    wrong_values,
+)
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.config.unsupported import CONDITIONAL
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
@@ -119,7 +128,8 @@ def resolved(composed: DictConfig) -> DictConfig:
         OmegaConf.resolve(config)
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
-    check_schema(OmegaConf.to_container(config))
+    if wrong := wrong_values(OmegaConf.to_container(config)):
+        raise ConfigurationError("\n".join(wrong.values()))
     return config
 
 
@@ -179,12 +189,8 @@ def _unmet_conditions(config: DictConfig, key: str, value: Any) -> Iterator[str]
     switch, values = CONDITIONAL[key]
     found = OmegaConf.select(config, switch)
     if found not in values if values else not found:
-        advice = f"set that to {' or '.join(map(_as_given, values))}" if values else "give that too"
-        yield f"{key}={_as_given(value)} has no effect with {switch}={_as_given(found)}; {advice}, or leave it out"
-
-
-def _as_given(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=list)
+        advice = f"set that to {' or '.join(map(as_given, values))}" if values else "give that too"
+        yield f"{key}={as_given(value)} has no effect with {switch}={as_given(found)}; {advice}, or leave it out"
 
 
 def load_complete(path: Path, hidden: Sequence[str] = ()) -> DictConfig:
@@ -335,30 +341,34 @@ def _first_line(error: OmegaConfBaseException) -> str:
 # ---------------------------------------------------------------- options of train, doctor and plan
 
 
+def _path(text: str) -> str:
+    return text and quoted(Path(text).expanduser().resolve())
+
+
+_OPTIONS: dict[str, tuple[str, Callable[[str], object], str, str]] = {  # key, how it is read, place holder and help
+    "--preset": ("preset", str, "PRESET", "a file of config/preset, without .yaml; demo runs on two CPU cores"),
+    "--config": ("config", _path, "FILE", "a YAML file of your own, over trainer.yaml and the preset"),
+    "--steps": ("trainer.total_training_steps", int, "STEPS", "updates to train (trainer.total_training_steps)"),
+    "--run-dir": ("run.dir", _path, "RUN_DIR", "folder of the run (run.dir); an unfinished run there is resumed"),
+    "--model": (MODEL_KEY, quoted, "MODEL", f"local folder or hub name ({MODEL_KEY})"),
+    "--resume-from": ("run.resume_from", quoted, "RUN[@STEP]", "begin with another run's weights (run.resume_from)"),
+    "--gpus": (
+        "trainer.n_gpus_per_node",
+        int,
+        "GPUS",
+        "ranks of the trainer (trainer.n_gpus_per_node); on a CPU, processes",
+    ),
+    "--seed": ("seed", int, "SEED", "of the data, the sampling and the small policy (seed)"),
+}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--preset", help="a file of config/preset, without .yaml; demo runs on two CPU cores")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of your own, over trainer.yaml and the preset")
-    parser.add_argument("--steps", type=int, help="updates to train (trainer.total_training_steps)")
-    parser.add_argument("--run-dir", help="folder of the run (run.dir); an unfinished run there is resumed")
-    parser.add_argument("--model", help="local folder or hub name (actor_rollout_ref.model.path)")
-    parser.add_argument(
-        "--resume-from", metavar="RUN[@STEP]", help="begin with another run's weights (run.resume_from)"
-    )
-    parser.add_argument("--gpus", type=int, help="ranks of the trainer (trainer.n_gpus_per_node); on a CPU, processes")
-    parser.add_argument("--seed", type=int, help="of the data, the sampling and the small policy (seed)")
+    for option, (key, kind, metavar, text) in _OPTIONS.items():
+        parser.add_argument(option, dest=key, type=kind, metavar=metavar, help=text)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the configuration")
 
 
 def compose_overrides(arguments: argparse.Namespace) -> list[str]:
     """Return these options as key=value; the user's own key=value come last and win."""
-    named = {
-        "preset": arguments.preset,
-        "config": arguments.config and quoted(Path(arguments.config).expanduser().resolve()),
-        "trainer.total_training_steps": arguments.steps,
-        "run.dir": arguments.run_dir and quoted(Path(arguments.run_dir).expanduser().resolve()),
-        "actor_rollout_ref.model.path": arguments.model and quoted(arguments.model),
-        "run.resume_from": arguments.resume_from and quoted(arguments.resume_from),
-        "trainer.n_gpus_per_node": arguments.gpus,
-        "seed": arguments.seed,
-    }
-    return [f"{key}={value}" for key, value in named.items() if value is not None] + arguments.overrides
+    given = {key: getattr(arguments, key) for key, *_ in _OPTIONS.values()}
+    return [f"{key}={value}" for key, value in given.items() if value is not None] + arguments.overrides

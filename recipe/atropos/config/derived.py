@@ -20,11 +20,6 @@ _AHEAD = 1  # batches sampled ahead where max_staleness sets no limit
 _REQUESTS, _SECONDS = 512, 1200  # atroposlib's defaults for a server
 
 
-def answer_seconds(config: DictConfig) -> int:
-    """Return the seconds that the longest answer may take."""
-    return math.ceil(config.data.max_response_length / _SLOWEST)
-
-
 def derived_wait(key: str, max_response_length: int) -> float:
     """Return the seconds of a timeout that is null: ``_ANSWERS`` of the longest (tokens), and at least ``_LEAST``."""
     return max(_LEAST[key], _ANSWERS[key] * float(math.ceil(max_response_length / _SLOWEST)))
@@ -75,7 +70,7 @@ def request_limits(config: DictConfig) -> dict[str, Any]:
     """
     needed = {
         "num_max_requests_at_once": (sequences_in_flight(config), _REQUESTS),
-        "timeout": (answer_seconds(config), _SECONDS),
+        "timeout": (math.ceil(config.data.max_response_length / _SLOWEST), _SECONDS),
     }
     return {name: value for name, (value, default) in needed.items() if value > default}
 

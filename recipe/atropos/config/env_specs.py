@@ -11,7 +11,7 @@ Environments may have any group sizes up to a batch. An allocation holds over co
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +130,15 @@ def _spec(key: str, name: str, settings: Mapping[str, Any], on_cluster: bool) ->
     return spec
 
 
-def fill_warnings(specs: Iterable[EnvironmentSpec], batch_size: int) -> list[str]:
+def fill_warnings(specs: Collection[EnvironmentSpec], batch_size: int) -> list[str]:
     """Return a warning for each environment whose whole groups alone fill less than ``_LEAST_FILL`` of a batch."""
-    found = []
-    for spec in specs:
-        filled = batch_size // spec.group_size * spec.group_size
-        if filled < _LEAST_FILL * batch_size:
-            found.append(
-                f"{spec.key}.group_size={spec.group_size}: whole groups fill {filled} of a batch of {batch_size} "
-                "sequences, and padding the rest; give a size that divides it"
-            )
-    return found
+    filled = {spec.key: batch_size // spec.group_size * spec.group_size for spec in specs}
+    return [
+        f"{spec.key}.group_size={spec.group_size}: whole groups fill {filled[spec.key]} of a batch of {batch_size} "
+        "sequences, and padding the rest; give a size that divides it"
+        for spec in specs
+        if filled[spec.key] < _LEAST_FILL * batch_size
+    ]
 
 
 def options(flags: Mapping[str, Any]) -> list[str]:

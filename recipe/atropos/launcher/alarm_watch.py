@@ -30,9 +30,8 @@ from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
-from recipe.atropos.watchdog.alarms import ALARMS
+from recipe.atropos.watchdog.alarms import ALARMS, Watchdog, account
 from recipe.atropos.watchdog.history import AlarmLimits, History
-from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 _ASK_SECONDS = 5.0  # between two requests to the services
 _SUSPENDED_SECONDS = 5.0  # by which the time of day runs ahead, and clocks that are set now and then do not

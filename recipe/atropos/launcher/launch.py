@@ -32,8 +32,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
-from recipe.atropos.terminal.live_view import LiveView
-from recipe.atropos.terminal.progress import progress, say
+from recipe.atropos.terminal.progress import LiveView, progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, FolderRemoved, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog.history import PREFIX

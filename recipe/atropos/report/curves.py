@@ -1,19 +1,21 @@
 """The curves of a run, its phases, histograms and counts, each with a title, a unit and what it means.
 
-Every value here is read from the run's files; ``decimate`` keeps them short.
+Every value here is read from the run's files; long series are made short enough for a page, without hiding a spike.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from recipe.atropos.report.chart_table import CHARTS
-from recipe.atropos.report.decimate import buckets, decimated
 from recipe.atropos.report.run_history import SENT, RunHistory, phases_of
-from recipe.atropos.report.scores import extent, held_out, score_range
+from recipe.atropos.report.verdict import extent, score_range
+from recipe.atropos.run.evaluations import held_out
 
+T = TypeVar("T")
+POINTS = 400  # of a curve; a screen has hardly more pixels for one
 BARS = 60  # of a timeline
 _BINS = 24  # of a histogram
 
@@ -202,3 +204,41 @@ def _binned(counts: Sequence[tuple[int, int, float]], unit: str) -> dict[str, An
         if third.any()
     ]
     return {"unit": unit, "labels": labels, "series": series}
+
+
+# ---------------------------------------------------------------- long series
+
+
+def buckets(n: int, limit: int = POINTS) -> list[slice]:
+    """Return at most ``limit`` slices of about equal length that cover range(n) in order."""
+    edges = np.linspace(0, n, min(n, limit) + 1).round().astype(int).tolist()
+    return [slice(begin, end) for begin, end in zip(edges, edges[1:], strict=False)]
+
+
+def spread(items: Sequence[T], limit: int) -> list[T]:
+    """Return at most ``limit`` of the items, evenly spread, the first and the last included."""
+    places = np.linspace(0, len(items) - 1, min(len(items), limit)).round().astype(int)
+    return [items[place] for place in np.unique(places)]
+
+
+def decimated(xs: Sequence[float], ys: Sequence[float | None], limit: int = POINTS) -> dict[str, Any]:
+    """Return a series as ``{"x", "y"}``, with ``"low"`` and ``"high"`` of each bucket if it had to be shortened.
+
+    ``y`` is the mean of its bucket and ``x`` its last; missing and infinite values are None.
+    """
+    values = np.array([np.nan if y is None else y for y in ys], dtype=float)
+    values[~np.isfinite(values)] = np.nan
+    if len(values) <= limit:
+        return {"x": list(xs), "y": [_short(y) for y in values]}
+    found: dict[str, list[Any]] = {"x": [], "y": [], "low": [], "high": []}
+    for part in buckets(len(values), limit):
+        known = values[part][~np.isnan(values[part])]
+        found["x"].append(xs[part.stop - 1])
+        for name, reduce in (("y", np.mean), ("low", np.min), ("high", np.max)):
+            found[name].append(_short(reduce(known)) if len(known) else None)
+    return found
+
+
+def _short(value: float) -> float | None:
+    """Return a number with 5 significant digits, None for NaN."""
+    return None if np.isnan(value) else float(f"{value:.5g}")

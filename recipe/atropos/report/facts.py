@@ -14,7 +14,8 @@ from recipe.atropos.config.schema import documented
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.run_history import SENT, RunHistory, shown
-from recipe.atropos.report.scores import extent, from_to, held_out, score_range, training_scores
+from recipe.atropos.report.verdict import extent, from_to, score_range, training_scores
+from recipe.atropos.run.evaluations import held_out
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
@@ -42,40 +43,38 @@ _TOTALS = {  # of the summary, and the metric to add up for a run that has none
 
 def figures(history: RunHistory) -> list[list[str]]:
     """Return the run in figures, as [name, value]; the same names for every run, so that two can be compared."""
-    of = f" of {history.total_steps}" if history.total_steps else ""
-    rows = [["state", state(history)], ["steps", f"{history.steps}{of}"]]
-    if history.lines:
-        before, after, _ = training_scores(history)
-        rows.append(["mean training score, first → last fifth", from_to(before, after)])
-        if span := score_range(history):
-            rows.append(["scores of trained answers, lowest to highest", extent(*span)])
+    span, times, started = score_range(history), history.column("timing_s/step"), history.started
+    before, after, _ = training_scores(history)
+    held: dict[str, str] = {}
     for name, values in held_out(history.evaluations).items():
-        if len(values) == 1:
-            rows.append([f"held-out score, {name}", f"{values[0][1]:.3f} at step {values[0][0]}"])
-        else:
-            best = max(values, key=lambda value: value[1])
-            rows.append([f"held-out score, {name}", from_to(values[0][1], values[-1][1])])
-            rows.append([f"best held-out score, {name}", f"{best[1]:.3f} at step {best[0]}"])
+        first, best = values[0], max(values, key=lambda value: value.score)
+        held[f"held-out score, {name}"] = f"{first.score:.3f} at step {first.step}"
+        if len(values) > 1:
+            held[f"held-out score, {name}"] = from_to(first.score, values[-1].score)
+            held[f"best held-out score, {name}"] = f"{best.score:.3f} at step {best.step}"
     totals = {key: history.summary.get(key) or sum(history.column(metric)) for key, metric in _TOTALS.items()}
     seconds = max(totals["seconds"], 1e-9)
-    rows.append(["time in training steps", str(timedelta(seconds=round(totals["seconds"])))])
-    if history.lines:
-        if times := history.column("timing_s/step"):
-            rows.append(["median step", f"{statistics.median(times):.2f} s"])
-        wait = sum(history.column("phase_s/wait"))
-        rows.append(["share of the time waiting for batches", f"{wait / seconds:.0%}"])
-    rows += [
-        ["tokens trained on", f"{totals['tokens_trained']:,.0f}"],
-        ["trained tokens per second", f"{totals['tokens_trained'] / seconds:,.0f}"],
-        ["sequences trained on", f"{totals['sequences_trained']:,.0f}"],
-        ["groups trained on", f"{totals['groups_trained']:,.0f}"],
-    ]
-    if restarts := sum(each.get("restarts", 0) for each in history.summary.get("environments", {}).values()):
-        rows.append(["restarts of environments", str(restarts)])
-    rows.append(["model", model_name(str(history.config.get("actor_rollout_ref.model.path", "unknown")))])
-    if history.started is not None:
-        rows.append(["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(history.started))])
-    return rows
+    restarts = sum(each.get("restarts", 0) for each in history.summary.get("environments", {}).values())
+    rows = {
+        "state": state(history),
+        "steps": f"{history.steps} of {history.total_steps}" if history.total_steps else f"{history.steps}",
+        "mean training score, first → last fifth": from_to(before, after) if history.lines else "",
+        "scores of trained answers, lowest to highest": extent(*span) if span else "",
+        **held,
+        "time in training steps": str(timedelta(seconds=round(totals["seconds"]))),
+        "median step": f"{statistics.median(times):.2f} s" if times else "",
+        "share of the time waiting for batches": (
+            f"{sum(history.column('phase_s/wait')) / seconds:.0%}" if history.lines else ""
+        ),
+        "tokens trained on": f"{totals['tokens_trained']:,.0f}",
+        "trained tokens per second": f"{totals['tokens_trained'] / seconds:,.0f}",
+        "sequences trained on": f"{totals['sequences_trained']:,.0f}",
+        "groups trained on": f"{totals['groups_trained']:,.0f}",
+        "restarts of environments": f"{restarts}" if restarts else "",
+        "model": model_name(str(history.config.get("actor_rollout_ref.model.path", "unknown"))),
+        "started": "" if started is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(started)),
+    }
+    return [[name, value] for name, value in rows.items() if value]
 
 
 def state(history: RunHistory) -> str:

@@ -1,6 +1,6 @@
 """One HTML page about a run, or two side by side, that needs no network: ``runs/NAME/report.html``.
 
-Style, program and data are in the file. Its size is bounded for any run: curves are shortened to ``decimate.POINTS``,
+Style, program and data are in the file. Its size is bounded for any run: curves are shortened to ``curves.POINTS``,
 samples are chosen. It holds no secret: the run's files have none, and settings with a secret's name are hidden.
 """
 
@@ -14,9 +14,8 @@ import orjson
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report import curves, facts, samples
-from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.run_history import RunHistory, read_history
-from recipe.atropos.report.verdict import verdict
+from recipe.atropos.report.verdict import all_alarms, verdict
 from recipe.atropos.utils.files import DiskFull, write_atomic
 
 FOLDER = Path(__file__).parent

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.report.decimate import spread
+from recipe.atropos.report.curves import spread
 from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.utils.files import read_lines
 

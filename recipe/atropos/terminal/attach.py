@@ -14,7 +14,7 @@ from rich.text import Text
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.run.status import FINISHED, RunReader, RunStatus, find_run
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
-from recipe.atropos.terminal.live_view import LiveView, shows_live
+from recipe.atropos.terminal.progress import LiveView, shows_live
 from recipe.atropos.terminal.status import RUN_HELP, how_to_go_on, print_state, show_summary
 
 _POLL_SECONDS = 0.5

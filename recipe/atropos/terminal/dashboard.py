@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.run.status import ELSEWHERE, KILLED, STARTING, RunStatus
+from recipe.atropos.run.status import ELSEWHERE, ENDING, KILLED, RUNNING, STARTING, RunStatus
 from recipe.atropos.utils.files import printable
 
 _GIB = 1 << 30
@@ -114,11 +114,10 @@ class Dashboard:
 
 def _state(status: RunStatus) -> tuple[tuple[str, str], str]:
     """Return the run's state with its style, and what follows it."""
-    style = {KILLED: "red", ELSEWHERE: "yellow", STARTING: "cyan"}.get(
-        status.state, "green" if status.is_alive else "cyan"
-    )
+    styles = {KILLED: "red", ELSEWHERE: "yellow", STARTING: "cyan", RUNNING: "green", ENDING: "green"}
     text = f"on {status.holder.host}" if status.state == ELSEWHERE else status.state
-    return (text, f"not dim {style}"), ", the trainer waits" if status.waiting and status.is_alive else ""
+    style = f"not dim {styles.get(status.state, 'cyan')}"
+    return (text, style), ", the trainer waits" if status.waiting and status.is_alive else ""
 
 
 def _activity(activity: Activity, width: int, ascii_only: bool) -> Rows:
@@ -147,9 +146,7 @@ def _steps(status: RunStatus, width: int, ascii_only: bool) -> Text:
     if status.total is None:
         return Text(f"{status.step}")
     left = status.seconds_left
-    note = f"  {status.step / status.total:.0%}"
-    if status.is_alive and left:
-        note += f"  {clock(left)} left"
+    note = f"  {status.step / status.total:.0%}" + (f"  {clock(left)} left" if left else "")
     head = f"{status.step} of {status.total}  "
     full, rest = ("#", ".") if ascii_only else ("━", "─")
     room = max(5, width - len(head) - len(note))
@@ -198,16 +195,15 @@ def phases(line: dict[str, float], width: int, ascii_only: bool = False) -> tupl
 
 
 def _speed(status: RunStatus) -> Text:
-    series = status.series
-    count = min(10, len(series["seconds"]))
+    series, count = status.series, min(10, len(status.series["seconds"]))
     seconds = sum(series["seconds"][-count:]) or math.nan
-    whole, trained = sum(series["tokens"][-count:]) / seconds, sum(series["trained_tokens"][-count:]) / seconds
-    text = Text(f"{whole:,.0f} tokens/s" if not math.isnan(whole) else "")
-    if not math.isnan(trained):
-        text.append(f", {trained:,.0f} of them trained on", "dim")
-    if status.seconds_per_step is not None:
-        text.append(f"  {status.seconds_per_step:.1f} s from step to step", "dim")
-    return text
+    whole, trained = (sum(series[name][-count:]) / seconds for name in ("tokens", "trained_tokens"))
+    pace = status.seconds_per_step
+    return Text.assemble(
+        "" if math.isnan(whole) else f"{whole:,.0f} tokens/s",
+        ("" if math.isnan(trained) else f", {trained:,.0f} of them trained on", "dim"),
+        ("" if pace is None else f"  {pace:.1f} s from step to step", "dim"),
+    )
 
 
 def _staleness(status: RunStatus) -> Text:
@@ -219,19 +215,19 @@ def _staleness(status: RunStatus) -> Text:
 
 
 def _queue(status: RunStatus) -> Text:
-    queue = status.diagnosis["queue"]
-    text = Text(f"{queue['groups']} groups, {queue['sequences']} of {status.diagnosis['batch_size']} sequences")
-    text.append(f"  {queue['open_tickets']} in flight", "dim")
-    return text.append(f"  {status.diagnosis['why']}", "dim") if status.waiting else text
+    queue, size = status.diagnosis["queue"], status.diagnosis["batch_size"]
+    why = f"  {status.diagnosis['why']}" if status.waiting else ""
+    text = f"{queue['groups']} groups, {queue['sequences']} of {size} sequences"
+    return Text.assemble(text, (f"  {queue['open_tickets']} in flight{why}", "dim"))
 
 
 def _memory(status: RunStatus) -> Text:
     memory = status.memory
-    text = Text(f"{memory.run / _GIB:.1f} GiB in this run's processes")
-    text.append(f"  {memory.free / _GIB:.0f} of {memory.total / _GIB:.0f} free", "dim")
-    for number, (used, total) in enumerate(memory.gpus):
-        text.append(f"  GPU {number}: {used / _GIB:.0f} of {total / _GIB:.0f}")
-    return text
+    gpus = (
+        f"  GPU {number}: {used / _GIB:.0f} of {total / _GIB:.0f}" for number, (used, total) in enumerate(memory.gpus)
+    )
+    free = (f"  {memory.free / _GIB:.0f} of {memory.total / _GIB:.0f} free", "dim")
+    return Text.assemble(f"{memory.run / _GIB:.1f} GiB in this run's processes", free, *gpus)
 
 
 def _services(status: RunStatus, width: int, ascii_only: bool) -> Rows:
@@ -240,12 +236,11 @@ def _services(status: RunStatus, width: int, ascii_only: bool) -> Rows:
     for service in status.services:
         color, mark, plain = _HEALTH[service.health]
         detail = f" ({service.detail})" if service.detail else ""
-        if line and len(line) + len(service.name) + len(detail) + 4 > width:
+        shown = Text.assemble((f"{plain if ascii_only else mark} ", color), service.name, (f"{detail}  ", "dim"))
+        if line and len(line) + len(shown) > width:
             yield label, line
             label, line = "", Text()
-        line.append(f"{plain if ascii_only else mark} ", color)
-        line.append(service.name)
-        line.append(f"{detail}  ", "dim")
+        line.append_text(shown)
     if line:
         yield label, line
 
@@ -255,9 +250,8 @@ def _alarms(status: RunStatus, width: int, whole: bool) -> Rows:
     for alarm in shown:
         where = f" ({alarm['environment']})" if alarm.get("environment") else ""
         since = f" since step {alarm['since_step']}" if alarm.get("since_step") is not None else ""
-        text = f"{alarm['alarm']}{where}{since}: {alarm.get('seen', '')}"
-        if alarm.get("advice"):
-            text += f"; try: {alarm['advice']}"
+        advice = f"; try: {alarm['advice']}" if alarm.get("advice") else ""
+        text = f"{alarm['alarm']}{where}{since}: {alarm.get('seen', '')}{advice}"
         most = None if whole else _ALARM_LINES // len(shown)
         for line in textwrap.wrap(text, width, max_lines=most, placeholder=" ..."):
             yield label, Text(line, "yellow")

@@ -3,7 +3,6 @@ what, in what time, and where the outputs are.
 """
 
 import argparse
-from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
@@ -38,36 +37,33 @@ def show_summary(files: RunDir, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in _rows(files, read_json(files.summary, {})):
+    for label, text in _rows(files, read_json(files.summary, {})).items():
         table.add_row(Text(label), Text(text))
     console.print(table)
 
 
-def _rows(files: RunDir, summary: dict) -> Iterator[tuple[str, str]]:
+def _rows(files: RunDir, summary: dict) -> dict[str, str]:
+    """Return the text of each row that has one."""
     scores = [score for line in read_metrics(files.path) if (score := score_of(line)) is not None]
-    if scores:
-        yield "score", f"{scores[0]:+.3f} -> {scores[-1]:+.3f} (mean of a step's samples)"
-    for name, found in (summary.get("heldout") or {}).items():
-        whose = f" {name}" if len(summary["heldout"]) > 1 else ""
-        yield f"held-out{whose}", _heldout(found)
+    held, groups, dropped = (summary.get(key) or {} for key in ("heldout", "groups", "dropped"))
     restarts = sum(env.get("restarts", 0) for env in summary.get("environments", {}).values())
     seconds = summary.get("seconds_in_all", summary.get("seconds", 0.0))
-    again = f", {restarts} restarts of environments" if restarts else ""
-    yield "steps", f"{summary.get('steps', 0)} in {clock(seconds)}{again}"
-    yield (
-        "tokens",
-        f"{summary.get('tokens_trained', 0):,} trained on, in {summary.get('sequences_trained', 0):,} sequences",
-    )
-    if groups := summary.get("groups"):
-        yield "groups", ", ".join(f"{groups[key]:,} {key}" for key in ("received", "trained", "dropped", "left"))
-    if dropped := summary.get("dropped"):
-        yield "dropped", ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    yield "alarms", ", ".join(summary.get("alarms") or {}) or "none"
-    model = next((folder for folder in (files.model, files.adapter) if folder.exists()), None)
-    where = [model, files.report, files.reward_picture, files.metrics, files.summary]
-    for label, path in zip(("model", "report", "plot", "metrics", "summary"), where, strict=True):
-        if path is not None and path.exists():
-            yield label, shown_path(path)
+    tokens, sequences = summary.get("tokens_trained", 0), summary.get("sequences_trained", 0)
+    model = next((folder for folder in (files.model, files.adapter) if folder.exists()), files.model)
+    outputs = {"model": model, "report": files.report, "plot": files.reward_picture}
+    outputs |= {"metrics": files.metrics, "summary": files.summary}
+    rows = {
+        "score": f"{scores[0]:+.3f} -> {scores[-1]:+.3f} (mean of a step's samples)" if scores else "",
+        **{"held-out" + (f" {name}" if len(held) > 1 else ""): _heldout(found) for name, found in held.items()},
+        "steps": f"{summary.get('steps', 0)} in {clock(seconds)}"
+        + (f", {restarts} restarts of environments" if restarts else ""),
+        "tokens": f"{tokens:,} trained on, in {sequences:,} sequences",
+        "groups": ", ".join(f"{groups[key]:,} {key}" for key in ("received", "trained", "dropped", "left") if groups),
+        "dropped": ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()),
+        "alarms": ", ".join(summary.get("alarms") or {}) or "none",
+        **{label: shown_path(path) for label, path in outputs.items() if path.exists()},
+    }
+    return {label: text for label, text in rows.items() if text}
 
 
 def _heldout(found: dict) -> str:

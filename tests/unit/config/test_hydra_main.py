@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import sys
-from collections import Counter
 from unittest import mock
 
 import pytest
@@ -14,6 +13,7 @@ from recipe.atropos import launch_services, main
 from recipe.atropos.config.compose import compose_config, load_config, quoted
 from recipe.atropos.config.hydra_app import hydra_arguments
 from recipe.atropos.config.preflight import check_config
+from recipe.atropos.launcher import run_plan
 from recipe.atropos.launcher.sglang import plan_servers
 from recipe.atropos.run.folder import LOCK_VARIABLE, RunDir
 from recipe.atropos.utils.gpus import decide_device
@@ -169,43 +169,32 @@ def test_quoted_text_is_read_as_it_was(text):
     assert compose_config([f"environment.args.text={quoted(text)}"]).environment.args.text == text
 
 
-@pytest.fixture
-def counted():
-    """Return how often a function that is called as ``counted(...)`` reached each of these, by name."""
-    codes = {check_config.__code__: "check_config", decide_device.__code__: "decide_device"}
-
-    def count(work, *arguments):
-        calls = Counter()
-
-        def trace(frame, event, _):
-            if event == "call" and frame.f_code in codes:
-                calls[codes[frame.f_code]] += 1
-
-        sys.setprofile(trace)
-        try:
-            work(*arguments)
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    return count
-
-
 @mock.patch.dict(os.environ)
-def test_start_checks_and_decides_the_device_once(counted, tmp_path, model_path, monkeypatch):
+def test_start_checks_and_decides_the_device_once(tmp_path, model_path, monkeypatch):
     """Also by hand; a trainer that the launcher started is checked already."""
+    check, decide = mock.Mock(wraps=check_config), mock.Mock(wraps=decide_device)
+    for module in (main, launch_services):
+        monkeypatch.setattr(module, "check_config", check)
+    for module in (main, run_plan):
+        monkeypatch.setattr(module, "decide_device", decide)
+
+    def counted(work, *arguments):
+        before = check.call_count, decide.call_count
+        work(*arguments)
+        return check.call_count - before[0], decide.call_count - before[1]
+
     given = [f"actor_rollout_ref.model.path={model_path}", f"run.dir={tmp_path / 'run'}", "trainer.device=auto"]
     given += ["inference.api_key=k"]
     monkeypatch.setattr(launch_services, "check_start", lambda run: None)  # needs SGLang
     monkeypatch.setattr(launch_services, "show_dry_run", lambda run, *_: list(plan_servers(run)))
     launched = counted(launch_services.main, ["--preset", "demo", "environment.target=null", "--dry-run", *given])
-    assert launched == {"check_config": 1, "decide_device": 1}
+    assert launched == (1, 1)
     monkeypatch.setattr(main, "_train", main.ray_options)
     monkeypatch.setattr(main, "gateway_before", lambda config: contextlib.nullcontext())
     monkeypatch.setattr(main, "installed_versions", lambda python: {})
     given += ["inference.urls=[http://127.0.0.1:1]"]
     by_hand = load_config(["preset=demo", *given])
-    assert counted(main.train, by_hand) == {"check_config": 1, "decide_device": 1}
+    assert counted(main.train, by_hand) == (1, 1)
     with RunDir(tmp_path / "run").lock() as descriptor:
         monkeypatch.setitem(os.environ, LOCK_VARIABLE, str(descriptor))
-        assert counted(main.train, load_config(["preset=demo", *given])) == {"decide_device": 1}
+        assert counted(main.train, load_config(["preset=demo", *given])) == (0, 1)

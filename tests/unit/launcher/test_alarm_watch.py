@@ -17,7 +17,7 @@ from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
 from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
-from recipe.atropos.watchdog import watchdog
+from recipe.atropos.watchdog import alarms as alarms_module
 from recipe.atropos.watchdog.alarms import ALARMS, describe, table
 from recipe.atropos.watchdog.history import PREFIX
 
@@ -51,7 +51,7 @@ def summary(folder):
 
 
 def test_alarm_watch_prints_and_records_an_alarm_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "CLEAR_SECONDS", 0.0)
+    monkeypatch.setattr(alarms_module, "CLEAR_SECONDS", 0.0)
     steps = [step(1), *(step(number, truncated_sampling=4.0) for number in (2, 3)), *map(step, range(4, 10))]
     shown = watch(tmp_path, *steps)
     assert shown.splitlines()[:3] == [

@@ -10,7 +10,8 @@ from helpers.trainer import changed_config, compose_config
 from recipe.atropos.config.preflight import REJECTION_STATISTICS, check_config, correction_rules
 from recipe.atropos.errors import ConfigurationError
 
-ACTOR, CORRECTION, ATROPOS = "actor_rollout_ref.actor", "algorithm.rollout_correction", "trainer.atropos"
+ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "ref"))
+CORRECTION, ATROPOS = "algorithm.rollout_correction", "trainer.atropos"
 BASELINE = f"algorithm.adv_estimator=tir_optimal_token_baseline {ACTOR}.calculate_sum_pi_squared=true"
 ADAPTER_ONLY = (
     f"actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.model.lora.merge=false {ATROPOS}.weight_sync.transport=auto"
@@ -20,14 +21,9 @@ SHARED = f"data.max_prompt_length=1024 data.max_response_length=1024 {ACTOR}.ppo
 MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"]
 
 CASES = {
-    "algorithm.adv_estimator=gae": "needs a critic",
-    "algorithm.adv_estimator=remax": "a greedy rollout for each prompt",
-    "algorithm.adv_estimator=gdpo": "several named rewards",
-    "algorithm.adv_estimator=grpoo": "=grpoo; choose one of gpg, grpo, grpo_atropos",
     "algorithm.adv_estimator=optimal_token_baseline": "calculate_sum_pi_squared=true",
     f"{BASELINE} {CORRECTION}.bypass_mode=true": "needs the forward pass",
     f"algorithm.adv_estimator=rloo {ATROPOS}.fallback_to_grpo=false": "or choose grpo_atropos",
-    "algorithm.kl_penalty=foo": "algorithm.kl_penalty=foo; choose one of kl",
     f"{ATROPOS}.use_advantages=false {ATROPOS}.fallback_to_grpo=false": "leave no advantage",
     "environment.credit={} algorithm.adv_estimator=rloo": (
         "environment.credit has no effect with algorithm.adv_estimator=rloo, which reads no advantages"
@@ -37,10 +33,7 @@ CASES = {
     ),
     "environment.credit.teacher.hint=json:no_such": "environment.credit.teacher.hint=json:no_such: ",
     f"environment.credit={{}} {ATROPOS}.use_advantages=false": "use_advantages=false; set it to true, or drop credit",
-    f"{ATROPOS}.advantage_normalization=max": "choose one of none, batch, global",
     f"{ATROPOS}.advantage_clipping=[1,-1]": "low below high",
-    f"{ACTOR}.policy_loss.loss_mode=sft": "choose one of advantage_weighted_sft, ",
-    f"{ACTOR}.policy_loss.loss_mode=geo_mean": "gspo is the nearest",
     f"{ACTOR}.policy_loss.loss_mode=dro": "dro_beta",
     f"{ACTOR}.policy_loss.loss_mode=bypass_mode": "bypass_mode=true; set it",
     f"{ACTOR}.shuffle=true": "would tear groups apart",
@@ -50,24 +43,19 @@ CASES = {
     f"{CORRECTION}.bypass_mode=true {CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.1": (
         "rollout_rs=seq_mean_k3 with bypass_mode=true: verl's loss rejects tokens, but divides by all"
     ),
-    f"{ACTOR}.loss_agg_mode=mean": "choose one of token-mean",
     f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",
-    f"{CORRECTION}.rollout_is=tokens": "rollout_is=tokens; choose one of token, sequence, null",
     f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=null with rollout_is=token",
     f"{CORRECTION}.rollout_is_threshold=-1": "rollout_is_threshold=-1: give a number above 0",
     f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold=null with rollout_rs=token_k1",
     f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "nonsense is none of token_k1",
-    f"{CORRECTION}.loss_type=foo": "choose one of ppo_clip, reinforce",
     f"{ADAPTER_ONLY} {ATROPOS}.weight_sync.transport=disk": "transport=disk: an adapter travels inside the request",
     f"{ADAPTER_ONLY} inference.colocated=true": "lost with the memory that servers release",
-    f"{ATROPOS}.distillation.loss_coef=-1": "loss_coef=-1",
     f"{ATROPOS}.distillation.use_policy_loss=false": "give a loss_coef",
     f"{ATROPOS}.distillation.loss_coef=1 actor_rollout_ref.model.use_fused_kernels=true": "needs whole logits",
     f"{ATROPOS}.distillation.loss_coef=1 trainer.nnodes=2 {ACTOR}.ulysses_sequence_parallel_size=2": "whole logits",
     f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false {ACTOR}.use_kl_loss=true": (
         "leaves out the KL and entropy terms"
     ),
-    f"{ATROPOS}.weight_sync.verify=hash": "weight_sync.verify=hash; choose one of version, probe",
     f"inference.colocated=true {ATROPOS}.weight_sync.every=2": "every update needs a push; set it to 1",
     f"inference.colocated=true {ATROPOS}.weight_sync.pause_mode=in_place": "dies when it gives memory back",
     "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]": (
@@ -79,6 +67,11 @@ CASES = {
     f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=4": "fsdp_size=3 does not divide",
     f"{ACTOR}.ulysses_sequence_parallel_size=3 trainer.n_gpus_per_node=4": "parallel_size=3 does not divide",
     f"{ATROPOS}.replay=/no/such/folder": "no batches there; give the folder trajectories",
+    f"{ACTOR}.use_dynamic_bsz=false": f"{ACTOR}.ppo_micro_batch_size_per_gpu=null",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz=false": f"{ROLLOUT}.log_prob_use_dynamic_bsz=False with",
+    f"{ACTOR}.use_kl_loss=true {REF}.log_prob_use_dynamic_bsz=false": f"{REF}.log_prob_micro_batch_size_per_gpu=null",
+    f"{ACTOR}.use_kl_loss=true {REF}.log_prob_max_token_len_per_gpu=9": "log_prob_max_token_len_per_gpu=9 has no room",
+    f"{ACTOR}.fsdp_config.mixed_precision.param_dtyp=fp32": "mixed_precision.param_dtyp: no such key",
     "sessions.renderer=qwen": "sessions.renderer=qwen; choose one of auto, .*default, .*qwen3, ",
     "sessions.tool_parser=qwen": "sessions.tool_parser=qwen; choose one of deepseek-v3, glm, qwen3",
 }

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from recipe.atropos.report.decimate import buckets, decimated, spread
+from recipe.atropos.report.curves import buckets, decimated, spread
 
 
 @pytest.mark.parametrize("n", [0, 1, 7, 400, 401, 12_345])

@@ -143,17 +143,12 @@ def test_the_page_of_a_long_run_is_hardly_larger(tmp_path):
 
 
 def test_a_folder_with_metrics_alone_is_shown_too(tmp_path):
-    rewrite_lines(
-        tmp_path / "metrics.jsonl", [{"step": 1, "time": 5.0, "atropos/mean_score": 0.5, "timing_s/step": 2.0}]
-    )
-    run = describe(read_history(tmp_path))
-    assert [chart["id"] for chart in run["curves"]] == ["score"] and run["samples"]["rows"] == []
-
-
-def test_steps_without_a_time_are_shown_too(tmp_path):
+    """Also with steps that have no time."""
     lines = [{"step": step, "time": 5.0, "atropos/mean_score": 0.5} for step in range(1, 6)]
     rewrite_lines(tmp_path / "metrics.jsonl", [lines[0] | {"timing_s/step": 2.0}, *lines[1:]])
-    assert ["median step", "2.00 s"] in describe(read_history(tmp_path))["figures"]
+    run = describe(read_history(tmp_path))
+    assert [chart["id"] for chart in run["curves"]] == ["score"] and run["samples"]["rows"] == []
+    assert ["median step", "2.00 s"] in run["figures"]
 
 
 def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
@@ -174,36 +169,23 @@ def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
     assert describe(read_history(alone.path), tokens=False)["state"] == elsewhere, "a trainer without a launcher"
 
 
-def test_when_a_run_started_is_not_made_up(tmp_path):
-    history = read_history(make_run(tmp_path, steps=0).path)
-    assert "started" not in dict(describe(history, tokens=False)["figures"])
-
-
 def test_a_run_whose_first_evaluation_failed_has_a_page(tmp_path):
-    """As of a model without a chat template: there is no other line yet."""
+    """As of a model without a chat template: there is no other line yet, and none tells when the run started."""
     files = make_run(tmp_path, steps=0)
+    assert "started" not in dict(describe(read_history(files.path), tokens=False)["figures"])
     rewrite_lines(files.evaluations, [{"step": 0, "version": 0, "env": "gsm8k", "error": "no evaluation"}])
     assert describe(read_history(files.path), tokens=False)["state"] == "running"
 
 
-def test_the_command_finds_a_run_by_its_name(tmp_path, monkeypatch, capsys):
-    make_run(tmp_path / "runs/mine")
+def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, monkeypatch, capsys):
+    """It finds a run by its name; two of one name are told apart."""
+    for folder in ("runs/one", "b/one"):
+        healthy_run(tmp_path / folder)
     monkeypatch.chdir(tmp_path)
-    assert main(["report", "mine"]) == 0 and capsys.readouterr().out == "runs/mine/report.html\n"
-
-
-def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, capsys):
-    one, two = healthy_run(tmp_path / "one"), healthy_run(tmp_path / "two")
-    assert main(["report", str(one)]) == 0
-    assert capsys.readouterr().out.strip().endswith("one/report.html")
-    assert main(["report", str(one), str(two), "--output", str(tmp_path / "both.html")]) == 0
-    assert [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]] == ["one", "two"]
-
-
-def test_two_runs_of_one_name_are_told_apart(tmp_path):
-    one, two = healthy_run(tmp_path / "a/demo"), healthy_run(tmp_path / "b/demo")
-    runs = data_of(page([read_history(one), read_history(two)]))["runs"]
-    assert [run["name"] for run in runs] == ["a/demo (1)", "b/demo (2)"]
+    assert main(["report", "one"]) == 0 and capsys.readouterr().out == "runs/one/report.html\n"
+    assert main(["report", "one", str(tmp_path / "b/one"), "--output", "both.html"]) == 0
+    names = [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]]
+    assert names == ["runs/one (1)", "b/one (2)"]
 
 
 def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):

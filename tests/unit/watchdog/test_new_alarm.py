@@ -6,10 +6,9 @@ from helpers.runs import make_run, metrics_line, write_lines
 from recipe.atropos.launcher.alarm_watch import described
 from recipe.atropos.report.page import describe
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.watchdog.alarms import ALARMS, Name, raised_by, table
+from recipe.atropos.watchdog.alarms import ALARMS, Name, Watchdog, raised_by, table
 from recipe.atropos.watchdog.history import PREFIX, AlarmLimits, History
 from recipe.atropos.watchdog.registry import RULES, Finding, InStep, alarm
-from recipe.atropos.watchdog.watchdog import Watchdog
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play, sglang
-from recipe.atropos.watchdog.alarms import ALARMS
+from recipe.atropos.watchdog.alarms import ALARMS, findings
 from recipe.atropos.watchdog.history import PREFIX, History
-from recipe.atropos.watchdog.watchdog import findings
 
 T = 100.0  # when the fault begins, at about step 33
 SEEDS = (0, 1, 2)

@@ -5,8 +5,8 @@ import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
 from recipe.atropos.run.record import left_open
+from recipe.atropos.watchdog.alarms import Watchdog, account
 from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, AlarmLimits, History
-from recipe.atropos.watchdog.watchdog import Watchdog, account
 
 NOISE = 0.08  # of a step's mean score
 
