@@ -1,27 +1,35 @@
 """Folders of runs with a fault put in, made from ``demo_run.tar.xz``: parts of a real run of the demo preset (seed 0).
 
-That file has all metrics of its 60 steps, the environment's reports, the evaluations (of each 24 samples), and of six
-steps the rows and the batches of three groups, without that machine's folders.
+``python tests/helpers/seeded_runs.py RUN`` makes that file from a finished run of 60 steps. It has all metrics, the
+environment's reports, the evaluations, and of some steps the rows and the batches of a few groups.
 """
 
 import contextlib
 import io
+import json
 import math
 import shutil
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.report.verdict import _played
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json
+from recipe.atropos.utils.secret import read_config_yaml
 
 ARCHIVE = Path(__file__).with_name("demo_run.tar.xz")
 FROM = 21  # the step at which a fault begins
 LIMIT = 64  # tokens of a response
+_STEPS = (1, 12, 24, 36, 48, 60)  # whose rows and batches are kept
+_GROUPS = 3
+_ITEMS = 24  # of an evaluation
 
 Lines = list[dict[str, Any]]
 
@@ -248,3 +256,67 @@ def seeded_run(folder: Path, fault: str, recorded: bool = True) -> Path:
         line = next(line for line in run.lines if line["step"] == 28)
         own = [OUT_OF_SYNC | {"time": line["time"], "since": line["time"] - 121, "step": 28}]
     return run.write(recorded, own)
+
+
+# ---------------------------------------------------------------- the archive
+
+
+def pack(source: Path, target: Path = ARCHIVE) -> None:
+    """Write the parts of a finished run that ``Seeded`` unpacks, without this machine's folders."""
+    run = RunDir(source)
+    files: dict[str, bytes] = {}
+
+    def add(name: str, lines: Lines) -> None:
+        files[name] = b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines)
+
+    def rounded(line: dict[str, Any]) -> dict[str, Any]:
+        exact = ("time", "step")
+        return {
+            key: float(f"{value:.4g}") if isinstance(value, float) and key not in exact else value
+            for key, value in line.items()
+        }
+
+    lines = read_lines(run.metrics)
+    add("metrics.jsonl", [rounded(line) for line in lines])
+    add("evaluations.jsonl", read_lines(run.evaluations))
+    add("environments/gsm8k.jsonl", read_lines(run.environment_report("gsm8k")))
+    batches = {line["step"]: int(line["atropos/batch"]) for line in lines}
+    stored: Lines = []
+    for step in _STEPS:
+        groups = [json.loads(group.to_json()) for group in records.read(run.trajectories, batches[step])[:_GROUPS]]
+        rows = [row for row in read_lines(run.rollouts / f"{step}.jsonl") if int(row["uid"]) < _GROUPS]
+        for row in rows:
+            row.setdefault("response_tokens", _response_tokens(row, groups))
+        add(f"rollouts/{step}.jsonl", rows)
+        stored.append({"number": batches[step], "batch": groups})
+    add("batches.jsonl", stored)
+    for path in run.evaluation.glob("*/*/samples.jsonl"):
+        add(str(path.relative_to(run.path)), read_lines(path)[:_ITEMS])
+    config = run.config.read_text()
+    config = config.replace(str(read_config_yaml(run.config).run.dir), "runs/demo")
+    model = read_json(run.identity)["model"]["path"]
+    files["config.yaml"] = config.replace(model, "models/small-policy").encode()
+    for name in ("summary.json", "run.json"):
+        files[name] = json.dumps(read_json(run.path / name)).replace(model, "models/small-policy").encode()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        files[f"model/{name}"] = (run.model / name).read_bytes()
+    with tarfile.open(target, "w:xz", preset=9) as archive:
+        for name, data in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+
+
+def _response_tokens(row: dict[str, Any], groups: Lines) -> int:
+    """Return how many tokens a row's group has from its first trained one on, by the row of the same score."""
+    group = groups[int(row["uid"])]
+    lengths = [
+        sum(mask != -100 for mask in masks)
+        for masks, score in zip(group["masks"], group["scores"], strict=True)
+        if score == row["raw_score"]
+    ]
+    return lengths[0]
+
+
+if __name__ == "__main__":
+    pack(Path(sys.argv[1]))

@@ -77,40 +77,38 @@ def check_rules(rules: Rules) -> None:
 def _training(config: DictConfig) -> Rules:
     data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
     replay = trainer.atropos.replay
-    return [
-        (
-            data.train_batch_size % actor.ppo_mini_batch_size,
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} does not divide "
-            f"data.train_batch_size={data.train_batch_size}; both count groups",
-        ),
-        (
-            actor.shuffle,
-            "actor_rollout_ref.actor.shuffle=true would tear groups apart: mini-batches are whole groups in the order "
-            "of their arrival; set it to false",
-        ),
-        (
-            replay and not Path(replay, DATABASE).is_file(),
-            f"trainer.atropos.replay={replay}: no batches there; give the folder trajectories/ of a run",
-        ),
-        (
-            trainer.atropos.sampling_mismatch == "per_row" and config.actor_rollout_ref.model.use_fused_kernels,
-            "trainer.atropos.sampling_mismatch=per_row with actor_rollout_ref.model.use_fused_kernels=true: fused "
-            "kernels take one temperature for a batch; set either to another value",
-        ),
-        (
-            (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None),
-            f"trainer.resume_from_path={trainer.resume_from_path} with trainer.resume_mode={trainer.resume_mode}: give "
-            "both, resume_mode=resume_path and the folder global_step_N, or neither",
-        ),
-        *(
-            (
-                "model" not in actor.checkpoint[key],
-                f"actor_rollout_ref.actor.checkpoint.{key}={list(actor.checkpoint[key])} lacks model: a run that is "
-                "resumed, or a trainer that is restarted, would go on from the first weights; add it",
-            )
-            for key in ("save_contents", "load_contents")
-        ),
-    ]
+    yield (
+        data.train_batch_size % actor.ppo_mini_batch_size,
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} does not divide "
+        f"data.train_batch_size={data.train_batch_size}; both count groups",
+    )
+    yield (
+        actor.shuffle,
+        "actor_rollout_ref.actor.shuffle=true would tear groups apart: mini-batches are whole groups in the order of "
+        "their arrival; set it to false",
+    )
+    yield (
+        replay and not Path(replay, DATABASE).is_file(),
+        f"trainer.atropos.replay={replay}: no batches there; give the folder trajectories/ of a run",
+    )
+    yield (
+        trainer.atropos.sampling_mismatch == "per_row" and config.actor_rollout_ref.model.use_fused_kernels,
+        "trainer.atropos.sampling_mismatch=per_row with actor_rollout_ref.model.use_fused_kernels=true: fused kernels "
+        "take one temperature for a batch; set either to another value",
+    )
+    yield (
+        (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None),
+        f"trainer.resume_from_path={trainer.resume_from_path} with trainer.resume_mode={trainer.resume_mode}: give "
+        "both, resume_mode=resume_path and the folder global_step_N, or neither",
+    )
+
+    contents = config.actor_rollout_ref.actor.checkpoint
+    for key in ("save_contents", "load_contents"):
+        yield (
+            "model" not in contents[key],
+            f"actor_rollout_ref.actor.checkpoint.{key}={list(contents[key])} lacks model: a run that is resumed, or a "
+            "trainer that is restarted, would go on from the first weights; add it",
+        )
 
 
 def _ranks(config: DictConfig) -> Rules:
@@ -132,29 +130,27 @@ def _ranks(config: DictConfig) -> Rules:
 def _weight_sync(config: DictConfig) -> Rules:
     weight_sync, max_staleness = config.trainer.atropos.weight_sync, config.trainer.atropos.max_staleness
     colocated, evaluated, pushed = config.inference.colocated, config.evaluation.every, weight_sync.every
-    return [
-        (
-            colocated and pushed != 1,
-            f"inference.colocated=true with trainer.atropos.weight_sync.every={pushed}: servers that released "
-            "their memory have no weights left, so every update needs a push; set it to 1",
-        ),
-        (
-            colocated and weight_sync.pause_mode == "in_place",
-            "inference.colocated=true with trainer.atropos.weight_sync.pause_mode=in_place: SGLang dies when it gives "
-            "memory back under a running request; set it to auto",
-        ),
-        (
-            evaluated is not None and evaluated % pushed,
-            f"evaluation.every={evaluated} is no multiple of trainer.atropos.weight_sync.every={pushed}: the servers "
-            "would hold older weights than those of that update; change either",
-        ),
-        (
-            max_staleness is not None and max_staleness < pushed - 1,
-            f"trainer.atropos.max_staleness={max_staleness} with weight_sync.every={pushed}: training would wait for "
-            f"ever, since the last update before a push needs samples that are {pushed - 1} updates old; raise the one "
-            "or lower the other",
-        ),
-    ]
+    yield (
+        colocated and pushed != 1,
+        f"inference.colocated=true with trainer.atropos.weight_sync.every={pushed}: servers that released "
+        "their memory have no weights left, so every update needs a push; set it to 1",
+    )
+    yield (
+        colocated and weight_sync.pause_mode == "in_place",
+        "inference.colocated=true with trainer.atropos.weight_sync.pause_mode=in_place: SGLang dies when it gives "
+        "memory back under a running request; set it to auto",
+    )
+    yield (
+        evaluated is not None and evaluated % pushed,
+        f"evaluation.every={evaluated} is no multiple of trainer.atropos.weight_sync.every={pushed}: the servers would "
+        "hold older weights than those of that update; change either",
+    )
+    yield (
+        max_staleness is not None and max_staleness < pushed - 1,
+        f"trainer.atropos.max_staleness={max_staleness} with weight_sync.every={pushed}: training would wait for ever, "
+        f"since the last update before a push needs samples that are {pushed - 1} updates old; raise the one or lower "
+        "the other",
+    )
 
 
 def _transport(config: DictConfig) -> Rules:
@@ -179,24 +175,20 @@ def _sessions(config: DictConfig) -> Rules:
 
 def _shares(specs: Sequence[EnvironmentSpec], batch_size: int) -> Rules:
     """Groups of these environments fit into a batch of ``batch_size`` sequences, and each has a share of it."""
+    for spec in specs:
+        yield (
+            spec.group_size > batch_size,
+            f"{spec.key}.group_size={spec.group_size} is larger than the batch of {batch_size} sequences "
+            "(data.train_batch_size groups x actor_rollout_ref.rollout.n); change either",
+        )
     shares = {spec.key: spec.min_batch_allocation for spec in specs if spec.min_batch_allocation is not None}
     without, total = [spec.key for spec in specs if spec.key not in shares], sum(shares.values())
     listed = " + ".join(f"{key}.min_batch_allocation={share:g}" for key, share in shares.items())
-    return [
-        *(
-            (
-                spec.group_size > batch_size,
-                f"{spec.key}.group_size={spec.group_size} is larger than the batch of {batch_size} sequences "
-                "(data.train_batch_size groups x actor_rollout_ref.rollout.n); change either",
-            )
-            for spec in specs
-        ),
-        (total > 1 + 1e-6, f"{listed} = {total:g} of a batch: together they may be 1 at most; lower one"),
-        (
-            without and total > 1 - 1e-6,
-            f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out",
-        ),
-    ]
+    yield total > 1 + 1e-6, f"{listed} = {total:g} of a batch: together they may be 1 at most; lower one"
+    yield (
+        without and total > 1 - 1e-6,
+        f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out",
+    )
 
 
 def _joined(config: DictConfig) -> Rules:
@@ -257,154 +249,141 @@ def _ignored_credit(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rul
 def _algorithm(config: DictConfig) -> Rules:
     estimator, atropos = config.algorithm.adv_estimator, config.trainer.atropos
     needs, bounds = ESTIMATORS[estimator], atropos.advantage_clipping
-    return [
-        (
-            "sum_pi_squared" in needs.tensors and not config.actor_rollout_ref.actor.calculate_sum_pi_squared,
-            f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true",
-        ),
-        (
-            "old_log_probs" in needs.tensors and config.algorithm.rollout_correction.bypass_mode,
-            f"algorithm.adv_estimator={estimator} needs the forward pass that is saved by "
-            "algorithm.rollout_correction.bypass_mode=true; set it to false",
-        ),
-        (
-            not (needs.token_advantages or atropos.fallback_to_grpo),
-            f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which "
-            "reads no advantages of the environment; set it to true, or choose grpo_atropos",
-        ),
-        (
-            not (atropos.use_advantages or atropos.fallback_to_grpo),
-            "trainer.atropos.use_advantages=false and fallback_to_grpo=false leave no advantage; set one to true",
-        ),
-        (
-            bounds is not None and bounds[0] >= bounds[1],
-            f"trainer.atropos.advantage_clipping={bounds}: give [low, high], low below high",
-        ),
-    ]
+    yield (
+        "sum_pi_squared" in needs.tensors and not config.actor_rollout_ref.actor.calculate_sum_pi_squared,
+        f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+    )
+    yield (
+        "old_log_probs" in needs.tensors and config.algorithm.rollout_correction.bypass_mode,
+        f"algorithm.adv_estimator={estimator} needs the forward pass that is saved by "
+        "algorithm.rollout_correction.bypass_mode=true; set it to false",
+    )
+    yield (
+        not (needs.token_advantages or atropos.fallback_to_grpo),
+        f"trainer.atropos.fallback_to_grpo=false means nothing to algorithm.adv_estimator={estimator}, which reads no "
+        "advantages of the environment; set it to true, or choose grpo_atropos",
+    )
+    yield (
+        not (atropos.use_advantages or atropos.fallback_to_grpo),
+        "trainer.atropos.use_advantages=false and fallback_to_grpo=false leave no advantage; set one to true",
+    )
+    yield (
+        bounds is not None and bounds[0] >= bounds[1],
+        f"trainer.atropos.advantage_clipping={bounds}: give [low, high], low below high",
+    )
 
 
 def _lora(config: DictConfig) -> Rules:
     model, contents = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.checkpoint.save_contents
     kept = ",".join(name for name in contents if name != "hf_model")
+    yield (
+        model.lora_rank > 0 and "hf_model" in contents,
+        f"actor_rollout_ref.actor.checkpoint.save_contents={list(contents)} with lora_rank={model.lora_rank}: verl's "
+        "hf_model names an adapter's tensors as no model does, and transformers loads random weights; give "
+        f"save_contents=[{kept}], of which model holds base and adapter",
+    )
     path = model.lora_adapter_path
     adapter = read_json(Path(path).expanduser() / "adapter_config.json", {}) if path else {}
+    for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+        yield (
+            adapter.get(name, model[key]) != model[key],
+            f"actor_rollout_ref.model.{key}={model[key]} with lora_adapter_path={path}, whose adapter has "
+            f"{adapter.get(name)}, which would be trained: give that",
+        )
     named, adapter_only = named_transport(config), model.lora_rank > 0 and not model.lora.merge
-    other, fix = "actor_rollout_ref.model.lora.merge=false with", ", or set lora.merge=true"
-    return [
+    for wrong, key, why in (
         (
-            model.lora_rank > 0 and "hf_model" in contents,
-            f"actor_rollout_ref.actor.checkpoint.save_contents={list(contents)} with lora_rank={model.lora_rank}: "
-            "verl's hf_model names an adapter's tensors as no model does, and transformers loads random weights; give "
-            f"save_contents=[{kept}], of which model holds base and adapter",
-        ),
-        *(
-            (
-                adapter.get(name, model[key]) != model[key],
-                f"actor_rollout_ref.model.{key}={model[key]} with lora_adapter_path={path}, whose adapter has "
-                f"{adapter.get(name)}, which would be trained: give that",
-            )
-            for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))
+            named is not None and not named.in_requests,
+            f"trainer.atropos.weight_sync.transport={config.trainer.atropos.weight_sync.transport}",
+            "an adapter travels inside the request that loads it; set it to auto",
         ),
         (
-            adapter_only and named is not None and not named.in_requests,
-            f"{other} trainer.atropos.weight_sync.transport={config.trainer.atropos.weight_sync.transport}: an adapter "
-            f"travels inside the request that loads it; set it to auto{fix}",
+            config.inference.colocated,
+            "inference.colocated=true",
+            "the base weights would be lost with the memory that servers release, and are not pushed; set it to false",
         ),
-        (
-            adapter_only and config.inference.colocated,
-            f"{other} inference.colocated=true: the base weights would be lost with the memory that servers release, "
-            f"and are not pushed; set it to false{fix}",
-        ),
-    ]
+    ):
+        yield (
+            adapter_only and wrong,
+            f"actor_rollout_ref.model.lora.merge=false with {key}: {why}, or set lora.merge=true",
+        )
 
 
 def _distillation(config: DictConfig) -> Rules:
     distillation = config.trainer.atropos.distillation
     actor, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    needed = {
-        "actor.ulysses_sequence_parallel_size": (sequence_parallel(actor), 1),
-        "model.use_fused_kernels": (model.use_fused_kernels, False),
-        "actor.fsdp_config.pad_to_length": (actor.fsdp_config.pad_to_length, False),
-    }
-    return [
-        (
-            not (distillation.loss_coef or distillation.use_policy_loss),
-            "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef",
-        ),
-        *(
-            (
-                distillation.loss_coef and value != only,
-                f"actor_rollout_ref.{key}={value}: distillation needs whole logits; set it to {only}",
-            )
-            for key, (value, only) in needed.items()
-        ),
-        (
-            not distillation.use_policy_loss and (actor.use_kl_loss or actor.entropy_coeff),
-            "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
-            "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss",
-        ),
-    ]
+    yield (
+        not (distillation.loss_coef or distillation.use_policy_loss),
+        "trainer.atropos.distillation.use_policy_loss=false leaves no loss at loss_coef=0; give a loss_coef",
+    )
+    if not distillation.loss_coef:
+        return
+    for key, value, needed in (
+        ("actor.ulysses_sequence_parallel_size", sequence_parallel(actor), 1),
+        ("model.use_fused_kernels", model.use_fused_kernels, False),
+        ("actor.fsdp_config.pad_to_length", actor.fsdp_config.pad_to_length, False),
+    ):
+        yield value != needed, f"actor_rollout_ref.{key}={value}: distillation needs whole logits; set it to {needed}"
+    yield (
+        not distillation.use_policy_loss and (actor.use_kl_loss or actor.entropy_coeff),
+        "trainer.atropos.distillation.use_policy_loss=false leaves out the KL and entropy terms too; drop "
+        "actor_rollout_ref.actor.use_kl_loss and entropy_coeff, or keep the policy loss",
+    )
 
 
 def _model(config: DictConfig) -> Rules:
-    path, model = config.actor_rollout_ref.model.path, config.actor_rollout_ref.model
+    path = config.actor_rollout_ref.model.path
     file = config_file(path)
-    settings = model_settings(file) if file else {}
+    settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model
+    yield (
+        settings.get("use_sliding_window") and settings.get("model_type") in _FULL_ATTENTION,
+        f"actor_rollout_ref.model.path={path}: {file} has use_sliding_window=true, and SGLang serves "
+        f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
+        "use_sliding_window to false there, for both sides, or choose another model",
+    )
+    yield (
+        model.use_fused_kernels
+        and config.actor_rollout_ref.actor.strategy == "fsdp2"
+        and settings.get("tie_word_embeddings") is False,
+        f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not tied: "
+        "verl's fused kernels cannot read a head that FSDP2 shards; set actor.strategy=fsdp, or false",
+    )
     quantization = settings.get("quantization_config") or {}
-    return [
-        (
-            settings.get("use_sliding_window") and settings.get("model_type") in _FULL_ATTENTION,
-            f"actor_rollout_ref.model.path={path}: {file} has use_sliding_window=true, and SGLang serves "
-            f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
-            "use_sliding_window to false there, for both sides, or choose another model",
-        ),
-        (
-            model.use_fused_kernels
-            and config.actor_rollout_ref.actor.strategy == "fsdp2"
-            and settings.get("tie_word_embeddings") is False,
-            f"actor_rollout_ref.model.use_fused_kernels=true with actor.strategy=fsdp2 and {path}, whose head is not "
-            "tied: verl's fused kernels cannot read a head that FSDP2 shards; set actor.strategy=fsdp, or false",
-        ),
-        (
-            quantization,
-            f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
-            "weights are pushed to the servers; give a bfloat16 checkpoint",
-        ),
-        *(
-            (
-                flag.replace("-", "_") in QUANTIZATION_FLAGS and value,
-                f"inference.args.{flag}={value}: a quantized server cannot take the weights that are pushed; leave it "
-                "out, and serve bfloat16",
-            )
-            for flag, value in config.inference.args.items()
-        ),
-    ]
+    yield (
+        quantization,
+        f"actor_rollout_ref.model.path={path} is quantized ({quantization.get('quant_method')}), and unquantized "
+        "weights are pushed to the servers; give a bfloat16 checkpoint",
+    )
+    for flag, value in config.inference.args.items():
+        yield (
+            flag.replace("-", "_") in QUANTIZATION_FLAGS and value,
+            f"inference.args.{flag}={value}: a quantized server cannot take the weights that are pushed; leave it out, "
+            "and serve bfloat16",
+        )
 
 
 def _loss(config: DictConfig) -> Rules:
     actor = config.actor_rollout_ref.actor
     bypass = config.algorithm.rollout_correction.bypass_mode
     key, loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode
-    return [
-        (
-            loss_mode == "dro" and actor.policy_loss.dro_beta is None,
-            f"{key}=dro needs actor_rollout_ref.actor.policy_loss.dro_beta",
-        ),
-        (
-            loss_mode == "sapo" and actor.loss_agg_mode != "seq-mean-token-mean",
-            f"{key}=sapo with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: verl aggregates this "
-            "loss by sequence in any case; set loss_agg_mode=seq-mean-token-mean",
-        ),
-        (
-            bypass and loss_mode not in ("vanilla", "bypass_mode"),
-            "algorithm.rollout_correction.bypass_mode=true brings a loss of its own and would replace "
-            f"{key}={loss_mode}; drop one of them",
-        ),
-        (
-            loss_mode == "bypass_mode" and not bypass,
-            f"{key}=bypass_mode goes with algorithm.rollout_correction.bypass_mode=true; set it",
-        ),
-    ]
+    yield (
+        loss_mode == "dro" and actor.policy_loss.dro_beta is None,
+        f"{key}=dro needs actor_rollout_ref.actor.policy_loss.dro_beta",
+    )
+    yield (
+        loss_mode == "sapo" and actor.loss_agg_mode != "seq-mean-token-mean",
+        f"{key}=sapo with actor_rollout_ref.actor.loss_agg_mode={actor.loss_agg_mode}: verl aggregates this loss by "
+        "sequence in any case; set loss_agg_mode=seq-mean-token-mean",
+    )
+    yield (
+        bypass and loss_mode not in ("vanilla", "bypass_mode"),
+        "algorithm.rollout_correction.bypass_mode=true brings a loss of its own and would replace "
+        f"{key}={loss_mode}; drop one of them",
+    )
+    yield (
+        loss_mode == "bypass_mode" and not bypass,
+        f"{key}=bypass_mode goes with algorithm.rollout_correction.bypass_mode=true; set it",
+    )
 
 
 def _micro_batches(config: DictConfig) -> Rules:
@@ -458,47 +437,36 @@ REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 
 def correction_rules(correction: DictConfig) -> Rules:
     """Reject what verl would refuse only after the first batch; a test compares the two."""
-    key, weights, chosen = "algorithm.rollout_correction", correction.rollout_is, correction.rollout_rs
-    statistics, bounds = list(dict.fromkeys(_parts(chosen))), _parts(correction.rollout_rs_threshold)
-    wrong = next((name for name in statistics if name not in REJECTION_STATISTICS), None if statistics else "it")
-    rules = [
-        (
-            correction.get("bypass_mode") and correction.get("rollout_is_batch_normalize"),
-            f"{key}.rollout_is_batch_normalize=true with bypass_mode=true: verl would normalize over each micro-batch, "
-            "so the loss would depend on how the batch is cut; set one of them to false",
-        ),
-        (
-            correction.get("bypass_mode") and chosen,
-            f"{key}.rollout_rs={chosen} with bypass_mode=true: verl's loss rejects tokens, but divides by all of them; "
-            "set bypass_mode=false, or rollout_rs=null",
-        ),
-    ]
-    if weights:
+    key, chosen = "algorithm.rollout_correction", correction.rollout_rs
+    yield (
+        correction.get("bypass_mode") and correction.get("rollout_is_batch_normalize"),
+        f"{key}.rollout_is_batch_normalize=true with bypass_mode=true: verl would normalize over each micro-batch, so "
+        "the loss would depend on how the batch is cut; set one of them to false",
+    )
+    if correction.rollout_is:
         threshold = correction.rollout_is_threshold
-        rules += [
-            (threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={weights}: give it"),
-            _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True),
-        ]
-    if chosen:
-        threshold = correction.rollout_rs_threshold
-        rules += [
-            (wrong, f"{key}.rollout_rs={chosen}: {wrong} is none of {', '.join(REJECTION_STATISTICS)}"),
-            (threshold is None, f"{key}.rollout_rs_threshold=null with rollout_rs={chosen}: give it"),
-            (
-                len(bounds) not in (1, len(statistics)),
-                f"{key}.rollout_rs_threshold={threshold}: give one for all, or {len(statistics)}, comma-separated, one "
-                "for each of rollout_rs",
-            ),
-            *(
-                _bounds(f"{key}.rollout_rs_threshold", bound, range_allowed=name.endswith("k1"), of=f" of {name}")
-                for name, bound in zip(statistics, bounds * (len(statistics) if len(bounds) == 1 else 1), strict=False)
-            ),
-        ]
-    return rules
-
-
-def _parts(text: Any) -> list[str]:
-    return [part.strip() for part in str(text).split(",") if part.strip()]
+        yield threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
+        yield _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
+    yield (
+        correction.get("bypass_mode") and chosen,
+        f"{key}.rollout_rs={chosen} with bypass_mode=true: verl's loss rejects tokens, but divides by all of them; set "
+        "bypass_mode=false, or rollout_rs=null",
+    )
+    if not chosen:
+        return
+    statistics = list(dict.fromkeys(part.strip() for part in chosen.split(",") if part.strip()))
+    wrong = next((name for name in statistics if name not in REJECTION_STATISTICS), None if statistics else "it")
+    yield wrong, f"{key}.rollout_rs={chosen}: {wrong} is none of {', '.join(REJECTION_STATISTICS)}"
+    threshold = correction.rollout_rs_threshold
+    yield threshold is None, f"{key}.rollout_rs_threshold=null with rollout_rs={chosen}: give it"
+    bounds = [part.strip() for part in str(threshold).split(",") if part.strip()]
+    yield (
+        len(bounds) not in (1, len(statistics)),
+        f"{key}.rollout_rs_threshold={threshold}: give one for all, or {len(statistics)}, comma-separated, one for "
+        "each of rollout_rs",
+    )
+    for name, bound in zip(statistics, bounds * (len(statistics) if len(bounds) == 1 else 1), strict=True):
+        yield _bounds(f"{key}.rollout_rs_threshold", bound, range_allowed=name.endswith("k1"), of=f" of {name}")
 
 
 def _bounds(key: str, text: str, range_allowed: bool, of: str = "") -> tuple[Any, str]:
