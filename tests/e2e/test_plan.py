@@ -45,7 +45,7 @@ def test_plan_of_published_models_has_their_parameters(qwen):
             parts = plan.trainer.parts
             assert parts["parameters"] == parts["gradients"] == 4 * parameters // ranks
             assert parts["optimizer"] == 8 * parameters // ranks and parts["reference"] == 0
-            assert plan.server.weights == 2 * parameters
+            assert plan.server["weights"] == 2 * parameters
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])

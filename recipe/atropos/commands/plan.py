@@ -10,7 +10,6 @@ the embeddings and the head stay gathered. The reference policy is float32 too (
 """
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,18 +62,11 @@ class TrainerPlan:
 
 
 @dataclass(frozen=True)
-class ServerPlan:
-    """Bytes on each of a server's GPUs, and the number of tokens that fit in its KV cache."""
-
-    weights: int
-    cache: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
+    """``server``: bytes of weights and of the KV cache on each of a server's GPUs, and the tokens that fit in it."""
+
     trainer: TrainerPlan
-    server: ServerPlan
+    server: dict[str, int]
     memory: int  # bytes of a GPU
     colocated: bool
     problems: list[str]
@@ -98,7 +90,7 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> MemoryPlan:
     set_micro_batches(config, flash_is_installed())
     server = _server(config, model, memory)
     trainer = _trainer(config, model)  # last: it may add an adapter to the model
-    return MemoryPlan(trainer, server, memory, colocated, list(_problems(config, trainer, server, memory)))
+    return MemoryPlan(trainer, server, memory, colocated, _problems(config, trainer, server, memory))
 
 
 def _on_meta(config: DictConfig) -> PreTrainedModel:
@@ -141,9 +133,8 @@ def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
 def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     actor, settings = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     engine = actor.fsdp_config
-    shards = engine.fsdp_size
-    if shards == -1:
-        shards = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    shards = ranks if engine.fsdp_size == -1 else engine.fsdp_size
     whole, size = parameters_of(model), _bytes(engine.model_dtype)
     trained = _adapt(config, model) if settings.lora_rank else whole
     held = whole + trained if settings.lora_rank else whole
@@ -270,7 +261,7 @@ def _launch(config: DictConfig) -> SGLangLaunch:
     return SGLangLaunch("", extra_args=config.inference.args)
 
 
-def _server(config: DictConfig, model: PreTrainedModel, memory: int) -> ServerPlan:
+def _server(config: DictConfig, model: PreTrainedModel, memory: int) -> dict[str, int]:
     text = model.config.get_text_config()
     flags = _launch(config).extra_args
     gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # each data-parallel rank has all of it
@@ -285,32 +276,35 @@ def _server(config: DictConfig, model: PreTrainedModel, memory: int) -> ServerPl
     token = 2 * text.num_hidden_layers * max(1, heads // gpus) * width * _bytes(config.inference.dtype)
     tokens = max(0, int(share * memory) - weights) // token
     tokens = min(tokens, int(flags.get("max_total_tokens") or tokens))
-    return ServerPlan(weights, tokens * token, tokens)
+    return {"weights": weights, "cache": tokens * token, "tokens": tokens}
 
 
-def _problems(config: DictConfig, trainer: TrainerPlan, server: ServerPlan, memory: int) -> Iterator[str]:
-    """Yield what does not fit, each with the setting to change."""
+def _problems(config: DictConfig, trainer: TrainerPlan, server: dict[str, int], memory: int) -> list[str]:
+    """Return what does not fit, each with the setting to change."""
     room, colocated = int(_LARGEST_SHARE * memory), config.inference.colocated
     kept = _KEPT_BY_SERVERS if colocated else 0
-    if trainer.peak + kept > room:
-        largest = max(trainer.parts, key=trainer.parts.__getitem__)
-        yield (
-            f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
-            f"({trainer.parts[largest] / GIB:.1f}); {_CHANGES[largest]}"
-        )
-    if colocated and trainer.resident + server.weights + server.cache + kept > room:
-        total = (trainer.resident + server.weights + server.cache + kept) / GIB
-        yield (
-            f"while the colocated servers generate, they and the trainer take {total:.1f} GiB of {memory / GIB:.0f}; "
-            "lower inference.mem_fraction_static, or set actor_rollout_ref.actor.fsdp_config.param_offload=true and "
-            "optimizer_offload=true"
-        )
+    largest = max(trainer.parts, key=trainer.parts.__getitem__)
+    together = trainer.resident + server["weights"] + server["cache"] + kept
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if server.tokens < longest:
-        yield (
-            f"a server's KV cache has room for {server.tokens:,} tokens, and one sequence may have {longest:,}; raise "
-            "inference.mem_fraction_static, or give it more GPUs (inference.args.tp_size)"
-        )
+    rules = (
+        (
+            trainer.peak + kept > room,
+            f"an update takes {trainer.peak / GIB:.1f} GiB of {memory / GIB:.0f}, most of it {largest} "
+            f"({trainer.parts[largest] / GIB:.1f}); {_CHANGES[largest]}",
+        ),
+        (
+            colocated and together > room,
+            f"while the colocated servers generate, they and the trainer take {together / GIB:.1f} GiB of "
+            f"{memory / GIB:.0f}; lower inference.mem_fraction_static, or set "
+            "actor_rollout_ref.actor.fsdp_config.param_offload=true and optimizer_offload=true",
+        ),
+        (
+            server["tokens"] < longest,
+            f"a server's KV cache has room for {server['tokens']:,} tokens, and one sequence may have {longest:,}; "
+            "raise inference.mem_fraction_static, or give it more GPUs (inference.args.tp_size)",
+        ),
+    )
+    return [message for exceeded, message in rules if exceeded]
 
 
 _FEWER = "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
@@ -334,8 +328,8 @@ def show(plan: MemoryPlan, console: Console) -> None:
     rows = {f"trainer: {name}": value for name, value in plan.trainer.parts.items() if value} | {
         "trainer: while servers generate": plan.trainer.resident,
         "trainer: peak": plan.trainer.peak,
-        "server: weights": plan.server.weights,
-        f"server: KV cache, {plan.server.tokens:,} tokens": plan.server.cache,
+        "server: weights": plan.server["weights"],
+        f"server: KV cache, {plan.server['tokens']:,} tokens": plan.server["cache"],
         "the GPU": plan.memory,
     }
     for name, value in rows.items():

@@ -43,21 +43,6 @@ _CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a node says of itself. ``interfaces``: their names by address; ``gpu_memory``: MiB in use, by GPU that
-    nvidia-smi shows; ``gpus``: how many Ray has there; ``port``: where its probe listens.
-    """
-
-    versions: dict[str, str | None]
-    files: int
-    interfaces: dict[str, str]
-    chosen: dict[str, str]
-    gpu_memory: list[int]
-    gpus: float = 0.0
-    port: int = 0
-
-
-@dataclass(frozen=True)
 class ClusterFinding:
     """A check of a node, by its address; ``problem``: what is wrong and the fix, "" if nothing is."""
 
@@ -72,18 +57,22 @@ class Probe:
     def __init__(self, python: str | None):
         self._python, self._listener = python, socket.create_server((ray.util.get_node_ip_address(), 0))
 
-    def facts(self, model: str) -> Facts:
+    def facts(self, model: str) -> dict[str, Any]:
+        """Return what this node is: its ``versions``; how many ``files`` may be open; its ``interfaces``, names by
+        address, and those that are ``chosen``; ``gpu_memory``, MiB in use by GPU that nvidia-smi shows; how many
+        ``gpus`` Ray has here; at which ``port`` this probe listens.
+        """
         own, nics = ray.get_runtime_context().get_node_id(), psutil.net_if_addrs().items()
         variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        return Facts(
-            versions=self._versions() | {MODEL_KEY: model if os.path.isdir(model) else None},
-            files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            interfaces={each.address: name for name, addresses in nics for each in addresses},
-            chosen={name: os.environ[name] for name in variables if name in os.environ},
-            gpu_memory=[int(used) if used.isdigit() else 0 for (used,) in nvidia_smi("gpu", "memory.used")],
-            port=self._listener.getsockname()[1],
-            gpus=sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own),
-        )
+        return {
+            "versions": self._versions() | {MODEL_KEY: model if os.path.isdir(model) else None},
+            "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "interfaces": {each.address: name for name, addresses in nics for each in addresses},
+            "chosen": {name: os.environ[name] for name in variables if name in os.environ},
+            "gpu_memory": [int(used) if used.isdigit() else 0 for (used,) in nvidia_smi("gpu", "memory.used")],
+            "gpus": sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == own),
+            "port": self._listener.getsockname()[1],
+        }
 
     def _versions(self) -> dict[str, str | None]:
         own: dict[str, str | None] = dict(installed_versions(self._python))
@@ -152,9 +141,11 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[ClusterFinding]:
     try:
         facts = _answers(probes, "facts", os.path.abspath(os.path.expanduser(config.actor_rollout_ref.model.path)))
         serves = config.inference.placement != "launcher"
-        findings = [found for found in _compared(facts, serves) if pairs or found.check != "gpus"]
-        findings += [_clock(address, probe) for address, probe in probes.items()]
-        findings.append(_token(ray.get_runtime_context().gcs_address))
+        findings = [
+            *(found for found in _compared(facts, serves) if pairs or found.check != "gpus"),
+            *(_clock(address, probe) for address, probe in probes.items()),
+            _token(ray.get_runtime_context().gcs_address),
+        ]
         run, sync = Path(config.run.dir).resolve(), config.trainer.atropos.weight_sync
         folders = {"run.dir": run, "trainer.default_local_dir": Path(config.trainer.default_local_dir).resolve()}
         if sync.transport == "disk":
@@ -163,7 +154,7 @@ def check_nodes(config: DictConfig, pairs: bool = True) -> list[ClusterFinding]:
             if folder == run or not folder.is_relative_to(run):
                 findings += _shared(key, folder, probes)
         if pairs and len(probes) > 1:
-            others = [(address, node.port) for address, node in facts.items()]
+            others = [(address, node["port"]) for address, node in facts.items()]
             for address, cut in _answers(probes, "unreachable", others).items():
                 told = f"it reaches no free port of {', '.join(cut)}: open all ports between the nodes" if cut else ""
                 findings.append(ClusterFinding("ports", address, told))
@@ -189,36 +180,34 @@ def _head() -> str:
     return ray.util.get_node_ip_address()
 
 
-def _compared(facts: dict[str, Facts], serves: bool) -> Iterator[ClusterFinding]:
+def _compared(facts: dict[str, dict[str, Any]], serves: bool) -> Iterator[ClusterFinding]:
     """Yield what each node's facts say, beside the head's; ``serves``: SGLang may run there."""
-    head = facts[_head()]
+    head = facts[_head()]["versions"]
     for address, node in facts.items():
-        own, several = node.interfaces.get(address), len(facts) > 1
-        others = {*node.interfaces.values()} - {node.interfaces.get("127.0.0.1", "lo")}
-        wrong = [f"{name}={value}" for name, value in node.chosen.items() if own and not _selects(value, others)]
-        if several and (own is None or ipaddress.ip_address(address).is_loopback):
+        interfaces, versions, memory = node["interfaces"], node["versions"], node["gpu_memory"]
+        own, others = interfaces.get(address), {*interfaces.values()} - {interfaces.get("127.0.0.1", "lo")}
+        wrong = [f"{name}={value}" for name, value in node["chosen"].items() if own and not _selects(value, others)]
+        told = f"{', '.join(wrong)}, and {address} is on {own}: leave it out before ray start" if wrong else ""
+        if len(facts) > 1 and (own is None or ipaddress.ip_address(address).is_loopback):
             told = f"no interface to the other nodes has {address}: ray start --node-ip-address with one that has"
-        else:
-            told = f"{', '.join(wrong)}, and {address} is on {own}: leave it out before ray start" if wrong else ""
         yield ClusterFinding("interface", address, told)
-        unknown = {"recipe (commit)"} - node.versions.keys()  # without git there
+        unknown = {"recipe (commit)"} - versions.keys()  # without git there
         unknown |= set() if serves else {f"SGLang's {name}" for name in SGLANG}
         differ = [
-            f"{name} {node.versions.get(name)}, here {version}"
-            for name, version in head.versions.items()
-            if name not in unknown and node.versions.get(name) != version
+            f"{name} {versions.get(name)}, here {version}"
+            for name, version in head.items()
+            if name not in unknown and versions.get(name) != version
         ]
-        if serves and node.versions["SGLang's sglang"] is None:
+        if serves and versions["SGLang's sglang"] is None:
             differ.append("no interpreter with SGLang starts (inference.python)")
         yield ClusterFinding("versions", address, f"{'; '.join(differ)}: install the same there" if differ else "")
-        told = f"it allows {node.files} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
-        yield ClusterFinding("open files", address, told if node.files < _LEAST_FILES else "")
-        taken = [
-            f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(node.gpu_memory) if used > _GPU_MEBIBYTES
-        ]
+        told = f"it allows {node['files']} open files: ulimit -n {_LEAST_FILES}, or more, before ray start"
+        yield ClusterFinding("open files", address, told if node["files"] < _LEAST_FILES else "")
+        taken = [f"GPU {gpu} has {used} MiB in use" for gpu, used in enumerate(memory) if used > _GPU_MEBIBYTES]
         told = f"{'; '.join(taken)}: end what uses it (nvidia-smi)" if taken else ""
-        unseen = f"Ray has {node.gpus:g} GPUs there, and nvidia-smi shows none: repair it, or the driver"
-        yield ClusterFinding("gpus", address, unseen if node.gpus and not node.gpu_memory else told)
+        if node["gpus"] and not memory:
+            told = f"Ray has {node['gpus']:g} GPUs there, and nvidia-smi shows none: repair it, or the driver"
+        yield ClusterFinding("gpus", address, told)
 
 
 def _selects(value: str, names: Collection[str]) -> bool:
@@ -239,8 +228,10 @@ def _clock(address: str, probe: Any) -> ClusterFinding:
 
 def _token(address: str) -> ClusterFinding:
     """Check that the cluster answers nobody who has no token."""
-    problem = "whoever reaches it can run code on every node: on each, before ray start, and here, export "
-    problem += "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (openssl rand -hex 32)"
+    problem = (
+        "whoever reaches it can run code on every node: on each, before ray start, and here, export "
+        "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (openssl rand -hex 32)"
+    )
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_CONNECT_SECONDS)

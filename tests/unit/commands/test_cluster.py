@@ -18,7 +18,7 @@ from recipe.atropos.commands.cluster import check, job
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, LaunchError
 from recipe.atropos.launcher import cluster_check
-from recipe.atropos.launcher.cluster_check import Facts, _selects
+from recipe.atropos.launcher.cluster_check import _selects
 from recipe.atropos.launcher.on_ray import Host
 
 OPTIONS = ["preset=demo", "run.name=a b", "trainer.nnodes=2"]
@@ -90,6 +90,10 @@ def test_cluster_check_needs_no_model_and_adds_none_to_another(monkeypatch, give
     plan.assert_called_once_with([given, *added])
 
 
+def facts_of(versions, gpus=0, *memory):
+    return dict(versions=versions, files=4096, interfaces={}, chosen={}, gpu_memory=memory, gpus=gpus)
+
+
 @pytest.mark.parametrize(
     ("versions", "problem"),
     [
@@ -103,7 +107,7 @@ def test_cluster_check_needs_no_model_and_adds_none_to_another(monkeypatch, give
 def test_cluster_check_compares_what_is_known_of_both(monkeypatch, versions, problem):
     monkeypatch.setattr(cluster_check, "_head", lambda: "10.0.0.1")
     own = {"recipe (commit)": "1", "SGLang's sglang": "2"} | ({MODEL_KEY: "/m"} if MODEL_KEY in versions else {})
-    facts = {"10.0.0.1": Facts(own, 4096, {}, {}, []), "10.0.0.2": Facts(versions, 4096, {}, {}, [])}
+    facts = {"10.0.0.1": facts_of(own), "10.0.0.2": facts_of(versions)}
     for serves in (True, False):
         found = [each.problem for each in cluster_check._compared(facts, serves) if each.check == "versions"]
         wrong = problem if serves or "SGLang" not in problem else ""
@@ -114,8 +118,8 @@ def test_cluster_check_knows_no_gpu_that_is_not_shown(monkeypatch):
     """One of Ray's is not free because nobody can tell; one that tells no memory (MIG) is shown."""
     monkeypatch.setattr(cluster_check, "_head", lambda: "head")
     versions = {"SGLang's sglang": "2"}
-    nodes = {"head": Facts(versions, 4096, {}, {}, [], 0), "silent": Facts(versions, 4096, {}, {}, [], 8)}
-    nodes |= {"idle": Facts(versions, 4096, {}, {}, [0], 8), "busy": Facts(versions, 4096, {}, {}, [0, 2000], 8)}
+    nodes = {"head": facts_of(versions), "silent": facts_of(versions, 8)}
+    nodes |= {"idle": facts_of(versions, 8, 0), "busy": facts_of(versions, 8, 0, 2000)}
     found = {each.node: each.problem for each in cluster_check._compared(nodes, True) if each.check == "gpus"}
     assert found == {
         "head": "",
