@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos import ledger
+from helpers import ROOT
 from helpers.nodes import Cluster, namespaces_are_permitted
 from helpers.waiting import until
 from recipe.atropos.checkpoint.shards import Shards
@@ -42,7 +42,7 @@ class Launched:
             self.process = subprocess.Popen(
                 cluster.command(0, *command, "--run-dir", str(self.run)),
                 env=os.environ | cluster.variables,
-                cwd=Path(__file__).parents[2],
+                cwd=ROOT,
                 stdout=log,
                 stderr=log,
             )
@@ -191,11 +191,9 @@ cluster.close()
 
 def test_nodes_output_of_a_service_arrives_however_long(tmp_path):
     """And with it the status; Ray gives the launcher a long answer only once the head has fetched it."""
-    root = Path(__file__).parents[2]
     with Cluster(tmp_path, [0, 1]) as cluster:
-        command = cluster.command(0, sys.executable, "-c", PRINTS, f"{cluster.address(0)}:6379", tmp_path / "log")
-        variables = os.environ | cluster.variables | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
-        ended = subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True, timeout=120)
+        cluster.variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        ended = cluster.run(0, sys.executable, "-c", PRINTS, f"{cluster.address(0)}:6379", tmp_path / "log")
     assert ended.returncode == 0, ended.stderr
 
 
@@ -212,14 +210,7 @@ def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
         launched = Launched(cluster, tmp_path, "--steps", "3", *options)
         assert launched.process.wait(300) == 0, launched.tail(60)
         command = [sys.executable, "-m", "recipe.atropos", "replay", str(launched.run), "trainer.nnodes=2"]
-        replay = subprocess.run(
-            cluster.command(0, *command),
-            env=os.environ | cluster.variables,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        replay = cluster.run(0, *command)
     assert "hold no checkpoints of one and the same number of ranks" in replay.stderr, replay.stderr[-3000:]
     first, one = (Shards(launched.run / f"checkpoints/global_step_{step}/actor") for step in (1, 3))
     two = Shards(tmp_path / "run-replay/checkpoints/global_step_3/actor")
@@ -244,10 +235,7 @@ def test_nodes_that_share_no_folder_are_refused(tmp_path, first):
         if first == "ranks":
             options += [f"ray_kwargs.ray_init.address={cluster.address(0)}:6379", "preset=demo"]
             options += [f"run.dir={tmp_path / 'run'}", f"inference.urls=[http://{cluster.address(0)}:1]"]
-            command = cluster.command(0, sys.executable, "-m", "recipe.atropos.main", *options)
-            ended = subprocess.run(
-                command, env=os.environ | cluster.variables, capture_output=True, text=True, timeout=300
-            )
+            ended = cluster.run(0, sys.executable, "-m", "recipe.atropos.main", *options)
             status, told = ended.returncode, ended.stderr
             message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no"
         else:
@@ -308,14 +296,7 @@ def check(cluster, run, *options):
     """The exit status, and the lines that it prints."""
     address = f"ray_kwargs.ray_init.address={cluster.address(0)}:6379"
     command = [sys.executable, "-m", "recipe.atropos", "cluster", "check", *options, address, f"run.dir={run}"]
-    ended = subprocess.run(
-        cluster.command(0, *command),
-        env=os.environ | cluster.variables,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    ended = cluster.run(0, *command, timeout=200)
     return ended.returncode, ended.stdout.splitlines() or ended.stderr
 
 
@@ -341,7 +322,7 @@ def slurm_job(tmp_path):
     """A cluster of two nodes, and a start of the script that is printed for them; of SLURM, the two programs that it
     calls are stood in for.
     """
-    programs, root, job = tmp_path / "programs", Path(__file__).parents[2], tmp_path / "job.sh"
+    programs, job = tmp_path / "programs", tmp_path / "job.sh"
     programs.mkdir()
     with Cluster(tmp_path, [0, 0], started=False) as cluster:
         addresses = {"first": cluster.address(0), "second": cluster.address(1)}
@@ -353,7 +334,7 @@ def slurm_job(tmp_path):
             (programs / name).chmod(0o755)
         command = [sys.executable, "-m", "recipe.atropos", "cluster", "sbatch", "--nodes", "2", "--preset", "demo"]
         command += ["--steps", "6", f"run.dir={tmp_path / 'run'}", "inference.placement=ray"]
-        job.write_text(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout)
+        job.write_text(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
         variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{programs}:{os.environ['PATH']}"}
 
         def start():

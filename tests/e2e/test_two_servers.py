@@ -12,9 +12,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 from helpers.checksums import assert_serves
+from helpers.gateway import AsPushBegins
 from helpers.services import get, post, running_api
 from helpers.sglang import call, make_tiny_model, running_sglang
 from helpers.trainer import close, compose_config, model_vocab, random_group, started
+from helpers.waiting import until
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
 
@@ -127,19 +129,6 @@ def test_push_is_repeated_without_a_server_that_hangs(trainer, urls, second_serv
     assert greedy(first) == greedy(second)
 
 
-class AsPushBegins(GatewayClient):
-    """Does something when it has told the gateway that a push begins."""
-
-    def __init__(self, action, **fields):
-        super().__init__(**fields)
-        object.__setattr__(self, "action", action)
-
-    def announce(self, version, servers, pushing=False, adapter=None):
-        super().announce(version, servers, pushing, adapter)
-        if pushing:
-            self.action()
-
-
 def test_a_push_while_both_servers_generate_leaves_no_old_key(trainer, urls):
     """The probe is there to see one. Running requests go on with the new weights, or end where SGLang cannot flush."""
     trainer.checkpoint_manager.update_weights(1)
@@ -230,7 +219,6 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
 
 def post_when_registered(url, vocab_size):
     rng = np.random.default_rng(0)
-    while get(f"{url}/info")["batch_size"] == -1:
-        time.sleep(0.1)
+    until(lambda: get(f"{url}/info")["batch_size"] != -1)
     for _ in range(4):
         post(f"{url}/scored_data", random_group(rng, vocab_size))
