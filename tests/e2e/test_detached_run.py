@@ -98,6 +98,29 @@ def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
     assert not os.listdir(tmp_path)
 
 
+PROGRAM = """
+import sys, time
+from recipe.atropos.launcher.detaching import run_detached
+
+def program(leave):
+    print("checked", flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        return 130
+
+sys.exit(run_detached(program))
+"""
+
+
+def test_detached_program_is_interrupted_until_it_has_left(terminal, tmp_path):
+    left = terminal([sys.executable, "-c", PROGRAM], tmp_path)
+    left.wait_for("checked")
+    left.type("\x03")
+    assert left.wait_for_end() == 130 and "interrupted" in left.text
+
+
 def test_stop_signal_during_the_checks_is_an_interrupt(tmp_path):
     arguments = ["--preset", "demo", f"--run-dir={tmp_path / 'run'}"]
     with subprocess.Popen(command("train", *arguments), stdout=subprocess.PIPE, text=True) as launcher:
