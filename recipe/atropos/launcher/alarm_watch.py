@@ -169,5 +169,4 @@ def _print(line: Mapping[str, Any]) -> None:
         say(f"meaning: {ALARMS[line['alarm']].means}", "")
         say(f"to try:  {line['advice']}", "")
     else:
-        minutes = (line["time"] - line["since"]) / 60
-        say(f"{_name(line)} is over, after {minutes:.1f} min", "alarm")
+        say(f"{_name(line)} is over, after {(line['time'] - line['since']) / 60:.1f} min", "alarm")
