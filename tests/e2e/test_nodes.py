@@ -83,6 +83,13 @@ class Launched:
         return [port for port in ports if port.startswith(("0.0.0.0:", "*:", "[::]:"))]
 
 
+def assert_each_once(run, steps, *other):
+    """So many steps were trained, each and each group once; of the ``other`` counts there may be any."""
+    counts = ledger(run)
+    assert counts.pop("steps") == steps and counts.pop("groups"), counts
+    assert not any(count for name, count in counts.items() if name not in other), counts
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """A head without room for servers and ranks, and three nodes with room for one of them each."""
@@ -117,9 +124,7 @@ def test_nodes_lost_with_server_and_rank_lose_no_batch(cluster, tmp_path):
     cluster.kill(rank)
     launched.reach(12, within=400)
     assert launched.process.wait(120) == 0, launched.tail(60)
-    counts = ledger(launched.run)
-    steps = counts.pop("steps"), counts.pop("groups"), counts.pop("empty_batches")
-    assert steps[0] == 12 and not any(counts.values()), counts
+    assert_each_once(launched.run, 12, "empty_batches")
     log = RunDir(launched.run).log("sglang").read_text()
     assert "its node, or its actor there, is lost" in log
     ended = time.monotonic()
@@ -148,8 +153,7 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
         ]
         launched = Launched(cluster, tmp_path, "--steps", str(done + 2), *options)
         assert launched.process.wait(300) == 0, launched.tail(60)
-        counts = ledger(launched.run)
-        assert counts.pop("steps") == done + 2 and counts.pop("groups") and not any(counts.values()), counts
+        assert_each_once(launched.run, done + 2)
 
 
 def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
@@ -165,9 +169,7 @@ def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
     cluster.start(lost)
     until(lambda: launched.node_of(second) is not None, 120, launched)
     assert launched.process.wait(400) == 0, launched.tail(60)
-    counts = ledger(launched.run)
-    steps = counts.pop("steps"), counts.pop("groups"), counts.pop("empty_batches")
-    assert steps[0] == 16 and not any(counts.values()), counts
+    assert_each_once(launched.run, 16, "empty_batches")
     environment = json.loads(RunDir(launched.run).summary.read_text())["environments"]["gsm8k"]
     assert environment["restarts"] == 1 and not environment["abandoned"]
     until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
@@ -361,8 +363,7 @@ def test_cluster_job_for_slurm_is_requeued_and_goes_on(slurm_job, tmp_path):
     statuses = [ended(cluster, process, tmp_path), ended(cluster, start(), tmp_path)]
     assert statuses == [RECOVERABLE, 0], (tmp_path / "job.log").read_text()[-5000:]
     assert (tmp_path / "requeued").read_text() == "7\n"
-    counts = ledger(tmp_path / "run")
-    assert counts.pop("steps") == 6 and counts.pop("groups") and not any(counts.values()), counts
+    assert_each_once(tmp_path / "run", 6)
 
 
 @pytest.mark.parametrize("lost", ["node", "head"])
