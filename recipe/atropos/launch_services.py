@@ -21,7 +21,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -39,20 +39,19 @@ from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, ex
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_flags, check_launch
 from recipe.atropos.launcher.detaching import run_detached
-from recipe.atropos.launcher.environment_processes import check_environments, check_target
+from recipe.atropos.launcher.environment_processes import check_environments
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
-from recipe.atropos.launcher.launch import launch
+from recipe.atropos.launcher.launch import launch, signals_handled
 from recipe.atropos.launcher.placement import check_environments_placement, place_servers
 from recipe.atropos.launcher.run_plan import RunPlan, plan_run
 from recipe.atropos.launcher.services import Run, bounded_logs
-from recipe.atropos.launcher.sglang import given_ports, plan_servers
+from recipe.atropos.launcher.sglang import check_ports, plan_servers
 from recipe.atropos.run.folder import LAUNCHER, RunDir
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.progress import LiveView, console, progress, say, shows_live
 from recipe.atropos.terminal.status import show_summary
 from recipe.atropos.utils.process import free_port
-from recipe.atropos.utils.sockets import check_port
 from recipe.atropos.verl_ext.attention import set_attention
 
 
@@ -88,13 +87,7 @@ def check_start(run: Run) -> None:
             raise ConfigurationError(
                 f"{key}={host} is no IPv4 address of this machine; give 127.0.0.1, or 0.0.0.0 for all"
             ) from error
-    check_port(config.api.port, config.api.host, "api.port")
-    check_port(inference.gateway_port, inference.host, "inference.gateway_port")
-    ports = given_ports(config)
-    given = list(ports.values())
-    if double := next((port for port in given if given.count(port) > 1), None):
-        keys = " and ".join(key for key, port in ports.items() if port == double)
-        raise ConfigurationError(f"{keys}: both are {double}; give another, or null for a free one")
+    check_ports(config)
     for server in plan_servers(run, lora=False).values():
         check_launch(server)
     if inference.args:
@@ -172,8 +165,6 @@ def check_run(run: Run, shows_key: bool = True) -> None:
     remarks = [place_servers(config), set_attention(config.copy())]
     check_config(config)
     check_environments_placement(config, specs.values())
-    for spec in specs.values():
-        check_target(spec)
     say(os.path.relpath(run.files.path))
     check_model(config.actor_rollout_ref.model.path)
     remarks += fill_warnings(specs.values(), config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
@@ -201,18 +192,12 @@ def prepare_run(plan: RunPlan) -> None:
         say(f"resumed with another {change}")
 
 
-@contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
+def _signals_as_interrupts() -> contextlib.AbstractContextManager[None]:
     """While the block runs, SIGTERM ends it as Ctrl-C does, and SIGUSR1 as a preemption."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    if before[signal.SIGTERM] is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, _preempt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    handlers = {signal.SIGUSR1: _preempt, signal.SIGTERM: signal.default_int_handler}
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        del handlers[signal.SIGTERM]
+    return signals_handled(handlers)
 
 
 class _EarlyPreemption(KeyboardInterrupt):

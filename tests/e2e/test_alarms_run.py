@@ -1,12 +1,12 @@
 """Environments that go wrong without an error, on the real Trajectory API and server: alarms name why."""
 
 import asyncio
-import sys
 from contextlib import aclosing
 
 import pytest
 
 from helpers.environments import alarm_env
+from helpers.launchers import launched
 from helpers.runs import run_of
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.trainer import compose_config
@@ -15,7 +15,6 @@ from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import read_json, read_lines
-from recipe.atropos.utils.process import start_service
 
 ALARMS = {"raises": "environment_raises", "equal": "equal_scores", "silent": "environment_silent"}
 
@@ -69,13 +68,8 @@ def test_alarms_of_stop_on_end_the_run(tmp_path, model_path):
     folder = tmp_path / "run"
     target = [f"environment.target={alarm_env.__file__}:AlarmEnv", "environment.args.fault=raises"]
     options = [*target, "environment.evaluate=false", "watchdog.stop_on=[environment_raises]"]
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model_path}"]
-    command += [*options, "--steps=2", f"--run-dir={folder}"]
-    launcher = start_service("launcher", command, log_path=tmp_path / "log")
-    try:
+    with launched(folder, model_path, *options, "--steps=2") as launcher:
         assert launcher.process.wait(300) == 1, launcher.tail(40)
-    finally:
-        launcher.stop(grace=0)
     output = launcher.log_path.read_text()
     assert "error   watchdog.stop_on: environment_raises (" in output, output
     assert "items raised: ValueError (" in output and "left running" not in output

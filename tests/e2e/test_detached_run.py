@@ -59,18 +59,8 @@ def test_detached_run_goes_on_without_its_terminal(detached):
     assert listed["launcher"]["log"] == str(files.log("launcher"))
     assert files.holder().pid == listed["launcher"]["pid"]
     log = files.log("launcher").read_text()
+    assert files.log("launcher").stat().st_mode & 0o777 == 0o600
     assert "sglang  starting" in log and "\x1b" not in log, "its output is no terminal"
-
-
-def test_detached_run_has_a_status(detached):
-    files, _ = detached
-    status, text = output_of("status", files.path)
-    assert status == 0 and "run  starting" in text, text
-    for service in ("api", "gateway", "sglang", "trainer"):
-        assert f" {service}" in text, text
-    assert f"process {services(files)['launcher']['pid']}; look on:" in text
-    status, text = output_of("logs", files.path)
-    assert status == 0 and "launcher" in text and "sglang" in text
 
 
 def test_attach_leaves_a_detached_run_alone(detached, terminal, tmp_path):
@@ -106,6 +96,29 @@ def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
     joined = terminal([*LAUNCH, *options], tmp_path)
     assert joined.wait_for_end() == 1 and "--detach leaves it" in " ".join(joined.text.split())
     assert not os.listdir(tmp_path)
+
+
+PROGRAM = """
+import sys, time
+from recipe.atropos.launcher.detaching import run_detached
+
+def program(leave):
+    print("checked", flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        return 130
+
+sys.exit(run_detached(program))
+"""
+
+
+def test_detached_program_is_interrupted_until_it_has_left(terminal, tmp_path):
+    left = terminal([sys.executable, "-c", PROGRAM], tmp_path)
+    left.wait_for("checked")
+    left.type("\x03")
+    assert left.wait_for_end() == 130 and "interrupted" in left.text
 
 
 def test_stop_signal_during_the_checks_is_an_interrupt(tmp_path):

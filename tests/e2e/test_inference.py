@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from helpers.sglang import make_tiny_model, running_sglang
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -58,18 +61,24 @@ async def client(server):
         await client.resume()
 
 
-def transformers_output(model: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens (`count`) and their logprobs, computed by transformers in float32, without a cache."""
-    import torch
-    from transformers import AutoModelForCausalLM
+@functools.cache
+def policy_of(model: Path) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
 
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids, logprobs = list(prompt), []
+
+def logprobs_of(model: Path, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """The distributions (T, V) after each of the tokens, computed by transformers in float32, without a cache."""
     with torch.no_grad():
-        for _ in range(count):
-            distribution = policy(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-            ids.append(int(distribution.argmax()))
-            logprobs.append(float(distribution[ids[-1]]))
+        return (policy_of(model)(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+
+
+def transformers_output(model: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens (`count`) and their logprobs."""
+    ids, logprobs = list(prompt), []
+    for _ in range(count):
+        distribution = logprobs_of(model, ids)[-1]
+        ids.append(int(distribution.argmax()))
+        logprobs.append(float(distribution[ids[-1]]))
     return ids[len(prompt) :], logprobs
 
 
@@ -120,33 +129,12 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(client, serv
 
 @pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 0.5, "top_p": 0.5}, {"top_k": 5}])
 async def test_sampled_logprobs_are_tempered_and_before_truncation(client, server, sampling):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
-
-    reply = await client.generate(
-        input_ids=PROMPT, sampling_params={"max_new_tokens": 32, "ignore_eos": True, **sampling}
-    )
-    with torch.no_grad():
-        logits = policy(torch.tensor([PROMPT + reply["output_ids"]])).logits[0, len(PROMPT) - 1 : -1]
-    expected = (logits / sampling.get("temperature", 1.0)).log_softmax(-1)
+    parameters = {"max_new_tokens": 32, "ignore_eos": True, **sampling}
+    reply = await client.generate(input_ids=PROMPT, sampling_params=parameters)
+    found = logprobs_of(server.old, PROMPT + reply["output_ids"], sampling.get("temperature", 1.0))
+    expected = found[len(PROMPT) - 1 : -1]
     for row, (logprob, token, _) in zip(expected, reply["meta_info"]["output_token_logprobs"], strict=True):
         assert logprob == pytest.approx(float(row[token]), abs=1e-4)
-
-
-async def test_a_push_changes_the_policy_and_the_version(client, server):
-    before = await greedy(client)
-    await client.pause("retract")
-    await client.update_weights_from_disk(server.new, "7")
-    await client.flush_cache()
-    assert await client.weight_version() == "7"
-    await client.resume()
-    assert await greedy(client) != before
-    reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
-    assert reply["meta_info"]["weight_version"] == "7"
-    await client.update_weights_from_disk(server.old, "8")
-    assert await greedy(client) == before
 
 
 async def test_retract_keeps_requests_and_names_each_tokens_version(client, server):
@@ -264,12 +252,7 @@ async def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(client, se
 
 async def test_prompt_logprobs_are_those_of_transformers(client, server):
     """`logprob_start_len`: what kills SGLang 0.5.12 on a CPU without the shim."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    policy = AutoModelForCausalLM.from_pretrained(server.old, dtype=torch.float32)
-    with torch.no_grad():
-        distribution = policy(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    distribution = logprobs_of(server.old, PROMPT)[:-1]
     expected = distribution.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
 
     reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, logprob_start_len=0)

@@ -4,10 +4,8 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -18,12 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.launchers import living_of
-from helpers.runs import run_of
+from helpers.waiting import until
 from recipe.atropos.commands.dry_run import service_commands
-from recipe.atropos.config.compose import load_config
-from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
-from recipe.atropos.launcher.environment_processes import environment_command
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.launcher.services import Run
@@ -63,32 +58,6 @@ def listed(folder):
 def words(text):
     """Without the line breaks that a terminal's width made."""
     return re.sub(r"\s+", " ", text)
-
-
-def test_launch_puts_the_users_flags_over_its_own(tmp_path):
-    options = [
-        "--preset",
-        "demo",
-        "--model",
-        "m",
-        "environment.args.temperature=0.5",
-        "environment.args.train_size=null",
-    ]
-    overrides = compose_overrides(parse_arguments([*options, "environment.args.openai.timeout=7"]))
-    config = load_config(overrides)
-    [spec] = environment_specs(config).values()
-    command = environment_command(run_of(config, tmp_path, overrides), spec, "serve", "http://api", "http://server")
-    assert command[3:6] == ["serve", "--env", "recipe.atropos.environments.gsm8k"]
-    assert {"--env.temperature=0.5", "--env.group_size=8", "--openai.base_url=http://server/v1"} <= set(command)
-    assert "--openai.timeout=7" in command and not any("train_size" in word for word in command)
-
-
-def test_launch_names_a_value_that_cannot_work_and_stops(tmp_path, model_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        options = ["--preset=demo", f"--model={model_path}", f"api.port={port}", f"run.dir={tmp_path / 'run'}"]
-        status, output, left = wait(run(tmp_path, LAUNCH, *options), 300)
-    assert status == 1 and f"api.port={port} is taken" in words(output) and not left, output
 
 
 BROKEN = """
@@ -160,17 +129,11 @@ def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
         return [process for process in living_of(mark, seen) if process.pid != launcher.pid]
 
     try:
-        deadline = time.monotonic() + 240
-        while not any("raylet" in name for name in look()):
-            assert launcher.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.1)
+        until(lambda: any("raylet" in name for name in look()), 240, told=(tmp_path / "log").read_text)
         assert len(look()) > 3
         launcher.send_signal(number)
         launcher.wait(300)
-        deadline = time.monotonic() + 20
-        while left := living():
-            assert time.monotonic() < deadline, left
-            time.sleep(0.1)
+        until(lambda: not living(), 20, told=lambda: str(living()))
     finally:
         for process in [*living(), launcher]:
             process.kill()
@@ -220,13 +183,6 @@ def test_sampling_at_another_temperature_ends_the_run(tmp_path):
         assert alarm["advice"][-60:] in words(output)
 
 
-def until(service, condition, seconds=600):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline and service.poll() is None, service.tail()
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def training(tmp_path_factory):
     """(launcher, its options) of a demo that trains: some steps are done, many are to come."""
@@ -235,7 +191,7 @@ def training(tmp_path_factory):
     tracking = "trainer.logger=[console,tensorboard,wandb]"
     service = run(folder, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
     try:
-        until(service, lambda: len(read_metrics(folder / "run")) >= 2, seconds=900)  # everything starts
+        until(lambda: len(read_metrics(folder / "run")) >= 2, 900, service)  # everything starts
         yield service, folder / "run", options
     finally:
         service.stop()
@@ -322,22 +278,21 @@ def test_launch_restarts_what_is_killed(training, tmp_path):
     assert all(temporary.name in path for path in maps), "shared memory is named by its run"
     for name in ("sglang", "gateway"):
         psutil.Process(before[name]["pid"]).kill()  # no batch comes without it: only the waiting trainer can go on
-    until(
-        service,
-        lambda: all(
-            listed(folder).get(name, before[name])["pid"] != before[name]["pid"] for name in ("sglang", "gateway")
-        ),
-    )
+
+    def restarted(*names):
+        return all(listed(folder).get(name, before[name])["pid"] != before[name]["pid"] for name in names)
+
+    until(lambda: restarted("sglang", "gateway"), 600, service)
     reached = len(read_metrics(folder))
-    until(service, lambda: len(read_metrics(folder)) >= reached + 4)  # more than were ahead
+    until(lambda: len(read_metrics(folder)) >= reached + 4, 600, service)  # more than were ahead
     assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
     [left] = Path("/dev/shm").glob(f"sglang_loads_{temporary.name}_*")
     assert f"_{listed(folder)['sglang']['pid']}_" in left.name, "of the killed server nothing is left"
     for name in ("api", "trainer"):
         before, reached = listed(folder), len(read_metrics(folder))
         psutil.Process(before[name]["pid"]).kill()
-        until(service, lambda: listed(folder).get(name, before[name])["pid"] != before[name]["pid"])  # noqa: B023
-        until(service, lambda: len(read_metrics(folder)) >= reached + 2)  # noqa: B023
+        until(lambda: restarted(name), 600, service)  # noqa: B023
+        until(lambda: len(read_metrics(folder)) >= reached + 2, 600, service)  # noqa: B023
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert [line["atropos/batch"] for line in lines] == list(range(1, len(lines) + 1))

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from helpers.runs import run_of
+from helpers.waiting import until
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils import scratch
 from recipe.atropos.utils.process import run_command, start_service
@@ -168,9 +168,7 @@ def test_leftovers_of_a_killed_process_go_with_its_tracker(tmp_path):
     )
     service = start_service("locks", [sys.executable, "-c", code], log_path=tmp_path / "log")
     try:
-        while not (name := Path(service.log_path).read_text().strip()):
-            assert service.poll() is None
-            time.sleep(0.02)
+        name = until(lambda: Path(service.log_path).read_text().strip(), 50, service)
         semaphore = SHM / f"sem.{name.removeprefix('/')}"
         assert semaphore.exists()
     finally:

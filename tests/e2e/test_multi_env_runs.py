@@ -1,10 +1,8 @@
 """Several environments that run: what becomes of the others when one dies."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
 
 import orjson
 import psutil
@@ -12,6 +10,7 @@ import pytest
 
 from helpers.environments import item_env
 from helpers.interpreter import make_interpreter, write_environment
+from helpers.launchers import launched
 from helpers.runs import run_of
 from helpers.services import get, group, post
 from helpers.trainer import compose_config
@@ -21,7 +20,7 @@ from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import LineReader
-from recipe.atropos.utils.process import ServiceFailed, start_service
+from recipe.atropos.utils.process import ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
 
@@ -110,18 +109,6 @@ def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_
             stage.run.stop()
 
 
-@contextlib.contextmanager
-def launched(folder, model, *options):
-    """A launcher of a run in ``folder``, which nothing but the block ends early."""
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model}", *options]
-    command += ["trainer.save_freq=-1", f"--run-dir={folder}"]
-    launcher = start_service("launcher", command, log_path=folder.parent / "log")
-    try:
-        yield launcher
-    finally:
-        launcher.stop(grace=0)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path):
@@ -129,7 +116,7 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
     folder = tmp_path / "run"
     each = {"target": ITEM_ENV, "min_batch_allocation": 0.5, "max_restarts": 0}
     options = [f"environments.{name}.{key}={value}" for name in "ab" for key, value in each.items()]
-    options += ["environments.b.args.says=attribute", "evaluation.every=3", "--steps=5"]
+    options += ["environments.b.args.says=attribute", "evaluation.every=3", "--steps=5", "trainer.save_freq=-1"]
     with launched(folder, model_path, *options) as launcher:
         # it may join after a
         until(lambda: any(line.get("atropos/b/groups") for line in read_metrics(folder)), 240, launcher)
@@ -163,7 +150,7 @@ def test_own_interpreter_of_an_environment_trains_and_evaluates(tmp_path, model_
     """Beside one in the trainer's; neither could run in the other's."""
     python, target = make_interpreter(tmp_path / "venv"), write_environment(tmp_path / "own.py")
     targets = [f"environments.a.target={ITEM_ENV}", f"environments.b.target={target}"]
-    options = [*targets, f"environments.b.python={python}", "--steps=2"]
+    options = [*targets, f"environments.b.python={python}", "--steps=2", "trainer.save_freq=-1"]
     folder = tmp_path / "run"
     with launched(folder, model_path, *options) as launcher:
         assert launcher.process.wait(300) == 0, launcher.tail(40)

@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from benchmarks.chaos import ledger
+from helpers import ROOT
 from helpers.nodes import Cluster, namespaces_are_permitted
 from helpers.waiting import until
 from recipe.atropos.checkpoint.shards import Shards
@@ -42,7 +42,7 @@ class Launched:
             self.process = subprocess.Popen(
                 cluster.command(0, *command, "--run-dir", str(self.run)),
                 env=os.environ | cluster.variables,
-                cwd=Path(__file__).parents[2],
+                cwd=ROOT,
                 stdout=log,
                 stderr=log,
             )
@@ -83,6 +83,13 @@ class Launched:
         return [port for port in ports if port.startswith(("0.0.0.0:", "*:", "[::]:"))]
 
 
+def assert_each_once(run, steps, *other):
+    """So many steps were trained, each and each group once; of the ``other`` counts there may be any."""
+    counts = ledger(run)
+    assert counts.pop("steps") == steps and counts.pop("groups"), counts
+    assert not any(count for name, count in counts.items() if name not in other), counts
+
+
 @pytest.fixture
 def cluster(tmp_path):
     """A head without room for servers and ranks, and three nodes with room for one of them each."""
@@ -117,9 +124,7 @@ def test_nodes_lost_with_server_and_rank_lose_no_batch(cluster, tmp_path):
     cluster.kill(rank)
     launched.reach(12, within=400)
     assert launched.process.wait(120) == 0, launched.tail(60)
-    counts = ledger(launched.run)
-    steps = counts.pop("steps"), counts.pop("groups"), counts.pop("empty_batches")
-    assert steps[0] == 12 and not any(counts.values()), counts
+    assert_each_once(launched.run, 12, "empty_batches")
     log = RunDir(launched.run).log("sglang").read_text()
     assert "its node, or its actor there, is lost" in log
     ended = time.monotonic()
@@ -148,8 +153,7 @@ def test_nodes_that_are_preempted_save_and_the_run_goes_on(tmp_path):
         ]
         launched = Launched(cluster, tmp_path, "--steps", str(done + 2), *options)
         assert launched.process.wait(300) == 0, launched.tail(60)
-        counts = ledger(launched.run)
-        assert counts.pop("steps") == done + 2 and counts.pop("groups") and not any(counts.values()), counts
+        assert_each_once(launched.run, done + 2)
 
 
 def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
@@ -165,9 +169,7 @@ def test_nodes_lost_with_a_replica_start_it_elsewhere(cluster, tmp_path):
     cluster.start(lost)
     until(lambda: launched.node_of(second) is not None, 120, launched)
     assert launched.process.wait(400) == 0, launched.tail(60)
-    counts = ledger(launched.run)
-    steps = counts.pop("steps"), counts.pop("groups"), counts.pop("empty_batches")
-    assert steps[0] == 16 and not any(counts.values()), counts
+    assert_each_once(launched.run, 16, "empty_batches")
     environment = json.loads(RunDir(launched.run).summary.read_text())["environments"]["gsm8k"]
     assert environment["restarts"] == 1 and not environment["abandoned"]
     until(lambda: not launched.own_processes(), 20, told=lambda: str(launched.own_processes()))
@@ -191,11 +193,9 @@ cluster.close()
 
 def test_nodes_output_of_a_service_arrives_however_long(tmp_path):
     """And with it the status; Ray gives the launcher a long answer only once the head has fetched it."""
-    root = Path(__file__).parents[2]
     with Cluster(tmp_path, [0, 1]) as cluster:
-        command = cluster.command(0, sys.executable, "-c", PRINTS, f"{cluster.address(0)}:6379", tmp_path / "log")
-        variables = os.environ | cluster.variables | {"PYTHONPATH": f"{root}:{root / 'tests'}"}
-        ended = subprocess.run(command, env=variables, cwd=root, capture_output=True, text=True, timeout=120)
+        cluster.variables |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        ended = cluster.run(0, sys.executable, "-c", PRINTS, f"{cluster.address(0)}:6379", tmp_path / "log")
     assert ended.returncode == 0, ended.stderr
 
 
@@ -212,14 +212,7 @@ def test_nodes_of_two_ranks_end_with_the_weights_of_one(tmp_path):
         launched = Launched(cluster, tmp_path, "--steps", "3", *options)
         assert launched.process.wait(300) == 0, launched.tail(60)
         command = [sys.executable, "-m", "recipe.atropos", "replay", str(launched.run), "trainer.nnodes=2"]
-        replay = subprocess.run(
-            cluster.command(0, *command),
-            env=os.environ | cluster.variables,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        replay = cluster.run(0, *command)
     assert "hold no checkpoints of one and the same number of ranks" in replay.stderr, replay.stderr[-3000:]
     first, one = (Shards(launched.run / f"checkpoints/global_step_{step}/actor") for step in (1, 3))
     two = Shards(tmp_path / "run-replay/checkpoints/global_step_3/actor")
@@ -244,10 +237,7 @@ def test_nodes_that_share_no_folder_are_refused(tmp_path, first):
         if first == "ranks":
             options += [f"ray_kwargs.ray_init.address={cluster.address(0)}:6379", "preset=demo"]
             options += [f"run.dir={tmp_path / 'run'}", f"inference.urls=[http://{cluster.address(0)}:1]"]
-            command = cluster.command(0, sys.executable, "-m", "recipe.atropos.main", *options)
-            ended = subprocess.run(
-                command, env=os.environ | cluster.variables, capture_output=True, text=True, timeout=300
-            )
+            ended = cluster.run(0, sys.executable, "-m", "recipe.atropos.main", *options)
             status, told = ended.returncode, ended.stderr
             message = rf"trainer.default_local_dir=\S+ is not one folder for this machine and ({places}), so no"
         else:
@@ -308,14 +298,7 @@ def check(cluster, run, *options):
     """The exit status, and the lines that it prints."""
     address = f"ray_kwargs.ray_init.address={cluster.address(0)}:6379"
     command = [sys.executable, "-m", "recipe.atropos", "cluster", "check", *options, address, f"run.dir={run}"]
-    ended = subprocess.run(
-        cluster.command(0, *command),
-        env=os.environ | cluster.variables,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    ended = cluster.run(0, *command, timeout=200)
     return ended.returncode, ended.stdout.splitlines() or ended.stderr
 
 
@@ -341,7 +324,7 @@ def slurm_job(tmp_path):
     """A cluster of two nodes, and a start of the script that is printed for them; of SLURM, the two programs that it
     calls are stood in for.
     """
-    programs, root, job = tmp_path / "programs", Path(__file__).parents[2], tmp_path / "job.sh"
+    programs, job = tmp_path / "programs", tmp_path / "job.sh"
     programs.mkdir()
     with Cluster(tmp_path, [0, 0], started=False) as cluster:
         addresses = {"first": cluster.address(0), "second": cluster.address(1)}
@@ -353,7 +336,7 @@ def slurm_job(tmp_path):
             (programs / name).chmod(0o755)
         command = [sys.executable, "-m", "recipe.atropos", "cluster", "sbatch", "--nodes", "2", "--preset", "demo"]
         command += ["--steps", "6", f"run.dir={tmp_path / 'run'}", "inference.placement=ray"]
-        job.write_text(subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout)
+        job.write_text(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
         variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{programs}:{os.environ['PATH']}"}
 
         def start():
@@ -380,8 +363,7 @@ def test_cluster_job_for_slurm_is_requeued_and_goes_on(slurm_job, tmp_path):
     statuses = [ended(cluster, process, tmp_path), ended(cluster, start(), tmp_path)]
     assert statuses == [RECOVERABLE, 0], (tmp_path / "job.log").read_text()[-5000:]
     assert (tmp_path / "requeued").read_text() == "7\n"
-    counts = ledger(tmp_path / "run")
-    assert counts.pop("steps") == 6 and counts.pop("groups") and not any(counts.values()), counts
+    assert_each_once(tmp_path / "run", 6)
 
 
 @pytest.mark.parametrize("lost", ["node", "head"])

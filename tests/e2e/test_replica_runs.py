@@ -1,16 +1,14 @@
 """Replicas of the demo's environment in a run, of which one is killed: they are one environment beside another."""
 
-import sys
-import time
-
 import orjson
 import psutil
 import pytest
 
+from helpers.launchers import launched
+from helpers.waiting import until
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import read_lines
-from recipe.atropos.utils.process import start_service
 
 STEPS = 8
 ARGS = (
@@ -29,30 +27,23 @@ def registrations(folder, name):
 def test_replicas_are_one_environment_with_disjoint_items(tmp_path, model_path):
     """Also once one was killed and started again, from its own checkpoint; beside them is one of equal weight."""
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model_path}"]
-    command += [f"--steps={STEPS}", f"--run-dir={folder}", "trainer.save_freq=1", "trainer.atropos.max_staleness=0"]
-    for name, more in (("a", "seed: 0"), ("b", "seed: 1")):
-        command.append(f"environments.{name}.args={{{ARGS}, {more}}}")
-    launcher = start_service("launcher", [*command, "environments.a.replicas=2"], log_path=tmp_path / "log")
-    deadline = time.monotonic() + 500
-
-    def wait(condition):
-        while not condition():
-            assert launcher.poll() is None and time.monotonic() < deadline, launcher.tail(40)
-            time.sleep(0.1)
-
-    try:
-        wait(lambda: all(registrations(folder, name) for name in ("a", "a.1", "b")))
-        wait(lambda: len(read_metrics(folder)) >= 2)
+    options = [
+        f"--steps={STEPS}",
+        "trainer.save_freq=1",
+        "trainer.atropos.max_staleness=0",
+        "environments.a.replicas=2",
+    ]
+    options += [f"environments.{name}.args={{{ARGS}, seed: {seed}}}" for seed, name in enumerate("ab")]
+    with launched(folder, model_path, *options) as launcher:
+        until(lambda: all(registrations(folder, name) for name in ("a", "a.1", "b")), 400, launcher)
+        until(lambda: len(read_metrics(folder)) >= 2, 200, launcher)
         services = orjson.loads((folder / "services.json").read_bytes())
         other = psutil.Process(services["environment-a"]["pid"])
         other.suspend()  # so that training waits for its groups, until the killed one is there again
         psutil.Process(services["environment-a.1"]["pid"]).kill()
-        wait(lambda: len(registrations(folder, "a.1")) == 2)
+        until(lambda: len(registrations(folder, "a.1")) == 2, 200, launcher)
         other.resume()
-        assert launcher.process.wait(max(1, deadline - time.monotonic())) == 0, launcher.tail(40)
-    finally:
-        launcher.stop(grace=0)
+        assert launcher.process.wait(400) == 0, launcher.tail(40)
 
     lines = read_metrics(folder)
     assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]

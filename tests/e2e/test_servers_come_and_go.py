@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 
+from helpers.gateway import AsPushBegins
 from helpers.sglang import make_tiny_model, wait_healthy
 from helpers.trainer import close, compose_config, started
 from helpers.waiting import until
@@ -227,7 +228,7 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
         assert manager.memory.released == {first.url: "default", second.url: "3"}
 
         # one dies in a push: the other has the whole of it
-        manager.fleet.gateway = Murderer(first, **vars(word))
+        manager.fleet.gateway = AsPushBegins(first.kill, **vars(word))
         metrics = manager.update_weights(4)
         manager.fleet.gateway = word
         assert metrics["weight_sync/servers_removed"] == 1 and word.serves()[:2] == (4, {second.url})
@@ -244,19 +245,6 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
         manager.ensure_current(4)
     assert second.url in str(error.value) and manager.version == 4
     assert word.serves()[:2] == (4, set())
-
-
-class Murderer(GatewayClient):
-    """Kills a server when its push begins."""
-
-    def __init__(self, victim, **fields):
-        super().__init__(**fields)
-        object.__setattr__(self, "victim", victim)
-
-    def announce(self, version, servers, pushing=False, **adapter):
-        super().announce(version, servers, pushing, **adapter)
-        if pushing and self.victim.service.poll() is None:
-            self.victim.kill()
 
 
 def test_a_gateway_that_is_lost_or_refuses_is_named(gateway):

@@ -7,12 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from helpers.sglang import running_sglang
+from helpers.waiting import until
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, start_sglang
 from recipe.atropos.utils.process import ServiceFailed
 
@@ -59,10 +59,7 @@ def test_no_process_of_the_server_outlives_a_killed_launcher(model_path, tmp_pat
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
     assert len(members) >= 3
-    deadline = time.monotonic() + 30
-    while left := [p.pid for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, f"still alive: {left}"
-        time.sleep(0.1)
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in members), 30)
 
 
 @pytest.mark.timeout(30)

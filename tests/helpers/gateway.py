@@ -9,6 +9,7 @@ import orjson
 from aiohttp import web
 
 from recipe.atropos.inference.gateway import Gateway
+from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.inference.pool import ServerPool
 from recipe.atropos.utils.process import free_port
 
@@ -153,3 +154,16 @@ def behind_a_gateway(count: int = 2, **options):
         return run
 
     return decorate
+
+
+class AsPushBegins(GatewayClient):
+    """Does something when it has told the gateway that a push begins."""
+
+    def __init__(self, action, **fields):
+        super().__init__(**fields)
+        object.__setattr__(self, "action", action)
+
+    def announce(self, version, servers, pushing=False, adapter=None):
+        super().announce(version, servers, pushing, adapter)
+        if pushing:
+            self.action()

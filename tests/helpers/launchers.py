@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from helpers import ROOT
-from recipe.atropos.utils.process import RUN_ID_VARIABLE
+from recipe.atropos.utils.process import RUN_ID_VARIABLE, Service, start_service
 
 LIMIT = 20.0  # seconds from the end of the launcher to the end of the last process
 
@@ -131,3 +131,14 @@ def families_in(folder: Path) -> Iterator[Callable[[], Family]]:
     for process in left:
         process.kill()
     assert not left
+
+
+@contextlib.contextmanager
+def launched(folder: Path, model: Path, *options: str) -> Iterator[Service]:
+    """A launcher of the demonstration's run in ``folder``, which nothing but the block ends early."""
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset=demo", f"--model={model}", *options]
+    launcher = start_service("launcher", [*command, f"--run-dir={folder}"], log_path=folder.parent / "log")
+    try:
+        yield launcher
+    finally:
+        launcher.stop(grace=0)

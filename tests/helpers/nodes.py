@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from helpers import ROOT
+
 _SECONDS = 90
 
 
@@ -76,6 +78,11 @@ class Cluster:
 
     def command(self, node, *command):
         return ["ip", "netns", "exec", f"{self.prefix}-{node}", *command]
+
+    def run(self, node, *command, timeout=300):
+        """Run a program of this checkout on a node to its end; return what ``subprocess.run`` does, with its output."""
+        given = {"env": os.environ | self.variables, "cwd": ROOT, "timeout": timeout}
+        return subprocess.run(self.command(node, *command), capture_output=True, text=True, **given)
 
     def start(self, node):
         """Start Ray on a node."""

@@ -3,13 +3,13 @@
 import contextlib
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.utils.process import Service, free_port, start_service
+from helpers.waiting import until
+from recipe.atropos.utils.process import Service, free_port, port_is_free, start_service
 
 
 def get(url: str, payload: Any = None) -> Any:
@@ -35,14 +35,7 @@ def running_api(folder: Path, port: int | None = None) -> Iterator[Service]:
     command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
     service = start_service("api", command, log_path=folder / "api.log", cwd=folder, url=url)
     try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                get(f"{url}/status")
-                break
-            except OSError:
-                assert service.poll() is None and time.monotonic() < deadline, service.tail()
-                time.sleep(0.1)
+        until(lambda: not port_is_free(port) and get(f"{url}/status"), 60, service)
         yield service
     finally:
         service.stop(grace=3)

@@ -10,7 +10,7 @@ import importlib.metadata as metadata
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from recipe.atropos.inference.server import check_saver, sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.run_plan import RunPlan, names_model, plan_run
-from recipe.atropos.launcher.sglang import given_ports
+from recipe.atropos.launcher.sglang import check_ports, given_ports
 from recipe.atropos.launcher.startup import API_PORT
 from recipe.atropos.utils.gpus import PLATFORM_VARIABLE, visible_gpus
 from recipe.atropos.utils.machine import versions_in
@@ -76,37 +76,42 @@ def result_of(check: Check) -> CheckResult:
     return CheckResult("note" if isinstance(found, Note) else "ok", str(found))
 
 
+def _results(checks: Mapping[str, Check]) -> dict[str, CheckResult]:
+    return {name: result_of(check) for name, check in checks.items()}
+
+
 def examine(plan: RunPlan) -> dict[str, CheckResult]:
     """Check what is installed, and the GPUs; return the results by name."""
     config, placed = plan.config, plan.config.copy()
-    checks: dict[str, Check] = {
-        "python": _python,
-        "pins": _pins,
-        "trainer": lambda: _installed(sys.executable, _TRAINER),
-        "sglang": lambda: _installed(sglang_python(config.inference.python), _SGLANG),
+    on_gpus: dict[str, Check] = {
+        "gpus": lambda: _gpus(placed),
+        "environments": lambda: "; ".join(check_gpu_environment(placed)) or "driver, CUDA, NCCL and compilers fit",
+        "attention": lambda: _attention(config.copy()),
+        "memory_saver": lambda: _memory_saver(placed.inference),
     }
-    if config.trainer.device == "cuda":
-        checks |= {
-            "gpus": lambda: _gpus(placed),
-            "environments": lambda: "; ".join(check_gpu_environment(placed)) or "driver, CUDA, NCCL and compilers fit",
-            "attention": lambda: _attention(config.copy()),
-            "memory_saver": lambda: _memory_saver(placed.inference),
+    on_a_cpu: dict[str, Check] = {"gpus": lambda: _no_gpus(plan.composed), "compiler": lambda: _compiler(config)}
+    return _results(
+        {
+            "python": _python,
+            "pins": _pins,
+            "trainer": lambda: _installed(sys.executable, _TRAINER),
+            "sglang": lambda: _installed(sglang_python(config.inference.python), _SGLANG),
+            **(on_gpus if config.trainer.device == "cuda" else on_a_cpu),
         }
-    else:
-        checks |= {"gpus": lambda: _no_gpus(plan.composed), "compiler": lambda: _compiler(config)}
-    return {name: result_of(check) for name, check in checks.items()}
+    )
 
 
 def examine_run(config: DictConfig, has_model: bool) -> dict[str, CheckResult]:
     """Check what a run of ``config`` needs of this machine and, if it names one, its model; return results by name."""
-    checks: dict[str, Check] = {
-        "ports": lambda: _ports(config),
-        "memory": _memory,
-        "shared_memory": _shared_memory,
-        "disk": lambda: _disk(config),
-        "wandb": lambda: _wandb(config),
-    }
-    results = {name: result_of(check) for name, check in checks.items()}
+    results = _results(
+        {
+            "ports": lambda: _ports(config),
+            "memory": _memory,
+            "shared_memory": _shared_memory,
+            "disk": lambda: _disk(config),
+            "wandb": lambda: _wandb(config),
+        }
+    )
     return results | (_examine_model(config) if has_model else {})
 
 
@@ -120,7 +125,7 @@ def _examine_model(config: DictConfig) -> dict[str, CheckResult]:
     except LaunchError as error:
         skipped = CheckResult("skipped", "not checked, since the tokenizer cannot be loaded")
         return results | dict.fromkeys(_WITH_TOKENIZER, skipped) | {"tokenizer": CheckResult("FAILED", str(error))}
-    return results | {name: result_of(partial(check, tokenizer, config)) for name, check in _WITH_TOKENIZER.items()}
+    return results | _results({name: partial(check, tokenizer, config) for name, check in _WITH_TOKENIZER.items()})
 
 
 def _python() -> str:
@@ -211,16 +216,12 @@ def _memory_saver(inference: DictConfig) -> str:
 
 
 def _ports(config: DictConfig) -> str:
-    given, hosts = given_ports(config), {"api.port": config.api.host}
-    taken = [key for key, port in given.items() if not port_is_free(port, hosts.get(key, config.inference.host))]
-    if taken:
-        ports = ", ".join(f"{key}={given[key]}" for key in taken)
-        raise LaunchError(f"{ports} taken: end what listens there, give another, or null for a free one")
+    check_ports(config)
     usual = {API_PORT: config.api.port, GATEWAY_PORT: config.inference.gateway_port}
     busy = [str(port) for port, configured in usual.items() if configured is None and not port_is_free(port)]
     if busy:
         return Note(f"{' and '.join(busy)} taken, where environments look by default: the run uses free ones")
-    return ", ".join(map(str, {**given, **{str(port): port for port in usual}}.values())) + " free"
+    return ", ".join(map(str, dict.fromkeys([*given_ports(config).values(), *usual]))) + " free"
 
 
 def _memory() -> str:
@@ -365,6 +366,5 @@ def main(given: argparse.Namespace) -> int:
     results = examine(plan) | examine_run(plan.config, has_model)
     for name, result in results.items():
         color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")
-        line = Text.assemble((f"{result.state:<7}", color), f" {name:<14}{result.message}")
-        console.print(line, soft_wrap=True)
+        console.print(Text.assemble((f"{result.state:<7}", color), f" {name:<14}{result.message}"), soft_wrap=True)
     return 0 if all(result.ok for result in results.values()) else 1

@@ -99,7 +99,6 @@ def main(given: argparse.Namespace) -> int:
         return 0
     path = files.log(service)
     with contextlib.suppress(KeyboardInterrupt):
-        last = read_end(files, path, given.lines, given.follow)
-        for text in codecs.iterdecode(last, "utf-8", "replace"):
+        for text in codecs.iterdecode(read_end(files, path, given.lines, given.follow), "utf-8", "replace"):
             print(printable(text), end="", flush=True)
     return 0

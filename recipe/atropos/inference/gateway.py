@@ -31,8 +31,10 @@ import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
+from typing import Annotated
 
 import aiohttp
+import msgspec
 import orjson
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
@@ -62,6 +64,15 @@ _FOR_ENVIRONMENTS = frozenset(
     {*GENERATES, *TOKENIZES, "/v1/models", "/model_info", "/get_model_info", "/health", "/health_generate"}
     | {"/gateway/status"}
 )
+
+
+class Announcement(msgspec.Struct):
+    """What the trainer announces; see `ServerPool.admit`."""
+
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    servers: list[str]
+    pushing: bool = False
+    adapter: str | None = None
 
 
 class _UpstreamFailed(Exception):
@@ -110,19 +121,9 @@ class Gateway:
 
     async def put_weights(self, request: web.Request) -> web.Response:
         try:
-            state = orjson.loads(await request.read())
-            version, urls, pushing = state["version"], state["servers"], state.get("pushing", False)
-            adapter = state.get("adapter")
-            if type(version) is not int or version < 0 or type(pushing) is not bool:
-                raise ValueError(
-                    f"version={version!r}, pushing={pushing!r}: a whole number from 0 on, and a truth value"
-                )
-            if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
-                raise ValueError(f"servers={urls!r}: a list of URLs")
-            if not isinstance(adapter, str | None):
-                raise ValueError(f"adapter={adapter!r}: a name, or null")
-            self.pool.admit(version, urls, pushing, adapter)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            word = msgspec.json.decode(await request.read(), type=Announcement)
+            self.pool.admit(word.version, word.servers, word.pushing, word.adapter)
+        except (msgspec.MsgspecError, ValueError) as error:
             return _error(400, f"PUT /gateway/weights takes {{version, servers, pushing, adapter}}: {error}")
         return _json(self.pool.status())
 
@@ -171,7 +172,9 @@ class Gateway:
                     content = await upstream.read()
                     _check_version(request, upstream, content)
                     if policy:
-                        await self._check_adapter(server, upstream)
+                        # An error may be due to a restart: the server then lacks the adapter.
+                        if upstream.status >= 400 and (problem := await self._problem(server)):
+                            raise _UpstreamFailed(problem)
                         content = policy.stamped(content)
                     return web.Response(status=upstream.status, reason=upstream.reason, headers=headers, body=content)
                 response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
@@ -186,18 +189,6 @@ class Gateway:
             if isinstance(error, TimeoutError) and server.state != "admitted":
                 why = f"it was removed meanwhile ({server.last_error or 'the trainer left it out'})"
             raise _UpstreamFailed(why, passed_on=response is not None) from error
-
-    async def _check_adapter(self, server: Server, reply: aiohttp.ClientResponse) -> None:
-        """Raise _UpstreamFailed if an error reply is due to a restart: the server then lacks the adapter."""
-        if reply.status < 400:
-            return
-        while True:
-            epoch = self.pool.epoch
-            problem = await self._probe(server)
-            if epoch == self.pool.epoch:
-                break
-        if problem:
-            raise _UpstreamFailed(problem)
 
     def _request(
         self, server: Server, request: web.Request, body: bytes
@@ -233,9 +224,16 @@ class Gateway:
     async def _probe_forever(self, server: Server) -> None:
         while True:
             await asyncio.sleep(PROBE_SECONDS)
-            epoch = self.pool.epoch
-            if server.state == "admitted" and (problem := await self._probe(server)) and epoch == self.pool.epoch:
+            if server.state == "admitted" and (problem := await self._problem(server)):
                 self.pool.remove(server, problem)
+
+    async def _problem(self, server: Server) -> str | None:
+        """``_probe`` again while the trainer announces something meanwhile."""
+        while True:
+            epoch = self.pool.epoch
+            problem = await self._probe(server)
+            if epoch == self.pool.epoch:
+                return problem
 
     async def _probe(self, server: Server) -> str | None:
         """Return what is wrong with a server that should serve the trainer's weights; None if nothing is."""

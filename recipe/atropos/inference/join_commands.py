@@ -62,8 +62,7 @@ def adapted_command(config: DictConfig, env: dict[str, Any], openai: dict[str, A
     variables = [f"{API_KEY_VARIABLE}={key}"]
     variables += [] if temperature == 1 else [f"{TEMPERATURE_VARIABLE}={temperature:g}"]
     program = ["python", "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", _EXAMPLE]
-    command = [*program, *options(adapter_flags(env, openai))]
-    return " ".join([*variables, shlex.join(command)])
+    return " ".join([*variables, shlex.join([*program, *options(adapter_flags(env, openai))])])
 
 
 def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None, guarded: bool = True) -> str:

@@ -50,8 +50,7 @@ def gateway_before(config: DictConfig) -> Iterator[None]:
         if inference.api_key:
             key = environments_key(inference.api_key) if sys.stdout.isatty() else None
         address = for_others(inference.gateway, inference.host)
-        guarded = asyncio.run(_guarded(atropos.api_url))
-        instructions = how_to_join(config, atropos.api_url, address, key, guarded)
+        instructions = how_to_join(config, atropos.api_url, address, key, asyncio.run(_guarded(atropos.api_url)))
         print(
             f"gateway {inference.gateway}, in front of {', '.join(inference.urls)}; see {log}\n{instructions}",
             flush=True,

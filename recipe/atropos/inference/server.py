@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from recipe.atropos.errors import LaunchError
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.files import cache_root, read_json, write_json
 from recipe.atropos.utils.gpus import WITHOUT_GPUS, nccl_variables, visible_gpus, without_expandable_segments
+from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.machine import run_program, versions_in
 from recipe.atropos.utils.process import Service, port_is_free, start_service
 from recipe.atropos.utils.secret import secret_variables, split_secret_flags
@@ -104,8 +106,7 @@ class SGLangLaunch:
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.host == "0.0.0.0" else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{reachable(self.host)}:{self.port}"
 
 
 def sglang_flags(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,18 +205,12 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
             **WITHOUT_GPUS,
             **_END_ON_SIGTERM,
         }
-        if launch.gpus > 1:  # else SGLang refuses more ranks than this machine has NUMA nodes
-            environment |= {"SGLANG_CPU_OMP_THREADS_BIND": _cores_of_ranks(launch.gpus)}
+        if launch.gpus > 1:  # a core for each rank; else SGLang refuses more ranks than there are NUMA nodes
+            cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(next(cores)) for _ in range(launch.gpus))
     flags |= {name.replace("_", "-"): value for name, value in launch.extra_args.items()}
     public, secret = map(_arguments, split_secret_flags(flags))
-    command = [python, private_process.__file__, "sglang.launch_server", *public]
-    return command, environment | secret_variables(secret)
-
-
-def _cores_of_ranks(ranks: int) -> str:
-    """Return a core for each rank, round-robin, as SGLang reads them."""
-    cores = sorted(os.sched_getaffinity(0))
-    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return [python, private_process.__file__, "sglang.launch_server", *public], environment | secret_variables(secret)
 
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:

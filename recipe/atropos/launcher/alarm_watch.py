@@ -51,8 +51,8 @@ class AlarmWatch:
         specs = self._specs = run.plan.specs
         self._run, self._api_url, self._inference = run, api_url, inference
         self._stop_on = list(run.config.watchdog.stop_on)
-        settings = dict(leaves(OmegaConf.to_container(run.config)))
-        history = History(AlarmLimits.from_config(settings), begin=version, joined=not specs)
+        limits = AlarmLimits.from_config(dict(leaves(OmegaConf.to_container(run.config))))
+        history = History(limits, begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
         self._readers: dict[Path, LineReader] = {}
         for name, spec in specs.items():
@@ -137,8 +137,7 @@ class AlarmWatch:
         self._lines.append(line)
 
     def _account(self) -> None:
-        step = self.watchdog.history.step
-        found = account(self._lines, step)
+        found = account(self._lines, self.watchdog.history.step)
         for (name, _), raised in self.watchdog.raised.items():
             found[name]["seen"] = raised.finding.seen
         update_summary(self._run.files.path, {"alarms": found})
@@ -169,5 +168,4 @@ def _print(line: Mapping[str, Any]) -> None:
         say(f"meaning: {ALARMS[line['alarm']].means}", "")
         say(f"to try:  {line['advice']}", "")
     else:
-        minutes = (line["time"] - line["since"]) / 60
-        say(f"{_name(line)} is over, after {minutes:.1f} min", "alarm")
+        say(f"{_name(line)} is over, after {(line['time'] - line['since']) / 60:.1f} min", "alarm")

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from recipe.atropos.utils.process import open_log
+
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_MODE = 0o600  # of the log, as of every service's
 
 
 def run_detached(program: Callable[[Callable[[Path], None]], int]) -> int:
@@ -46,13 +47,10 @@ def run_detached(program: Callable[[Callable[[Path], None]], int]) -> int:
 
 def _leave(leave: int, log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _MODE)
-    nothing = os.open(os.devnull, os.O_RDONLY)
     sys.stdout.flush()
     sys.stderr.flush()
-    for given, wanted in ((nothing, 0), (output, 1), (output, 2)):
-        os.dup2(given, wanted)
-    os.close(output)
-    os.close(nothing)
+    with open_log(log) as output, open(os.devnull) as nothing:
+        for given, wanted in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(given.fileno(), wanted)
     os.write(leave, b"1")
     os.close(leave)

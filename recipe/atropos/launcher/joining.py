@@ -82,12 +82,8 @@ class Joining:
             self._step, self._since, self._reported, self._silence = state["batches"]["last"], now, now, _FIRST_REPORT
         elif now - self._reported >= self._silence:
             self._reported, self._silence = now, min(2 * self._silence, _LONGEST_SILENCE)
-            self._report_why(state["why"])
-
-    def _report_why(self, why: str) -> None:
-        limit = self._run.config.trainer.atropos.join_timeout
-        waited = time.monotonic() - self._since
-        say(f"no batch for {waited:.0f} s: {why} (trainer.atropos.join_timeout={limit:g} s)", "join", "bold yellow")
+            why = f"{state['why']} (trainer.atropos.join_timeout={self._run.config.trainer.atropos.join_timeout:g} s)"
+            say(f"no batch for {now - self._since:.0f} s: {why}", "join", "bold yellow")
 
     def stop(self) -> None:
         """Record how many joined. None is stopped: without the Trajectory API, they end or wait for another run."""

@@ -6,7 +6,7 @@ import inspect
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -95,8 +95,7 @@ async def launch(run: Run) -> None:
                 failure.add_note(f"then, at the end: {error}")
         write_page_of_failure(run.files)
         raise failure
-    total = run.config.trainer.total_training_steps
-    update_summary(run.files.path, {"finished_steps": total})
+    update_summary(run.files.path, {"finished_steps": run.config.trainer.total_training_steps})
     write_pictures(run.files)
 
 
@@ -177,11 +176,8 @@ def report_model(run: Run) -> None:
             write_card(folder, run.files)
             say(f"{os.path.relpath(folder)}: step {exported['step']}, {exported['dtype']}", "model")
             return
-    why = (
-        f"see {run.files.log('trainer')}"
-        if run.config.trainer.save_freq > 0
-        else "trainer.save_freq saves no checkpoint"
-    )
+    saves = run.config.trainer.save_freq > 0
+    why = f"see {run.files.log('trainer')}" if saves else "trainer.save_freq saves no checkpoint"
     say(f"none is exported: {why}", "model")
 
 
@@ -233,8 +229,8 @@ async def _end(
         except TrajectoryApiError as error:
             say(f"does not account for the groups: {error}", "api")
         else:
-            summary = read_json(run.files.summary, {})
-            update_summary(run.files.path, {"groups": account_of_groups(summary, received)})
+            groups = account_of_groups(read_json(run.files.summary, {}), received)
+            update_summary(run.files.path, {"groups": groups})
 
     if evaluations is not None:
         steps.append(evaluations.stop)
@@ -252,13 +248,18 @@ async def _end(
     return failures
 
 
-@contextlib.contextmanager
-def _ignore_interrupts() -> Iterator[None]:
+def _ignore_interrupts() -> contextlib.AbstractContextManager[None]:
     """Ignore interrupts while the block runs: another one would leave processes behind."""
     ending = _ending_signals()
     for number in ending:
         asyncio.get_running_loop().remove_signal_handler(number)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ending)}
+    return signals_handled(dict.fromkeys((signal.SIGINT, *ending), signal.SIG_IGN))
+
+
+@contextlib.contextmanager
+def signals_handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Handle these signals so while the block runs."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

@@ -79,8 +79,8 @@ class Host:
         self._scratch, self._read = Scratch.create(), 0
         return self._scratch.folder / f"{name}.log", self._scratch.variables()
 
-    def look(self) -> tuple[int | None, bytes]:
-        """Return the service's exit status, None while it runs, and what it has written since the last look."""
+    def poll(self) -> tuple[int | None, bytes]:
+        """Return the service's exit status, None while it runs, and what it has written since the last call."""
         assert self._service is not None
         status, log = self._service.poll(), self._service.log_path
         if log.stat().st_size < self._read:
@@ -118,7 +118,7 @@ class PlacedService(Service):
     def poll(self) -> int | None:
         while self._status is None:
             try:
-                self._asked = self._asked or self.host.look.remote()
+                self._asked = self._asked or self.host.poll.remote()
                 if not ray.wait([self._asked], timeout=0)[0]:  # which fetches meanwhile: ray.get would begin anew
                     break  # until Ray gives the node up
                 (self._status, more), self._asked = ray.get(self._asked), None
@@ -242,9 +242,7 @@ class Cluster:
 
     def start_server(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:
         """Start a server whose launch is ``placed``. Raises LaunchError: see ``start_sglang``."""
-        host = self._seats[name].host
-        pid = _answer(host.start_server.remote(name, launch), f"the node starts {name}", _CALL_SECONDS)
-        return PlacedService(name, pid or 0, log_path, launch.url, host=host)
+        return self._started(name, self._seats[name].host.start_server.remote(name, launch), log_path, launch.url)
 
     def start_program(self, name: str, command: list[str], log_path: Path, **env: str) -> PlacedService:
         """Start a program, once nothing is ``awaited``, in a folder of the name that the launcher's has.
@@ -252,10 +250,13 @@ class Cluster:
         Raises:
             LaunchError: there is no such program.
         """
-        seat, env = self._seats[name], {"PYTHONUNBUFFERED": "1", **env}
-        call = seat.host.start_program.remote(name, command, os.getcwd(), env)
+        env = {"PYTHONUNBUFFERED": "1", **env}
+        call = self._seats[name].host.start_program.remote(name, command, os.getcwd(), env)
+        return self._started(name, call, log_path)
+
+    def _started(self, name: str, call: Any, log_path: Path, url: str | None = None) -> PlacedService:
         pid = _answer(call, f"the node starts {name}", _CALL_SECONDS)
-        return PlacedService(name, pid or 0, log_path, host=seat.host)
+        return PlacedService(name, pid or 0, log_path, url, host=self._seats[name].host)
 
     def close(self) -> None:
         """Give the nodes back; whatever still runs there ends."""

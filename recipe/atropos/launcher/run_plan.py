@@ -1,7 +1,5 @@
 """The plan of a run, made once from a command line: its configuration, its folder, its environments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -180,7 +180,6 @@ class Run:
                 self.cluster = None
             if self.scratch is not None:
                 self.scratch.remove()
-                self.scratch = None
 
     def check(self) -> None:
         """Restart services that have ended, as far as their policies allow.

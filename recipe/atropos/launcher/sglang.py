@@ -106,8 +106,7 @@ def lora_arguments(model: DictConfig) -> dict[str, Any]:
     if model.get("lora_adapter_path"):
         adapter = PeftConfig.from_pretrained(model.lora_adapter_path)
     else:
-        keys = ("target_modules", "exclude_modules")
-        named = OmegaConf.to_container(OmegaConf.create({key: model.get(key) for key in keys}))
+        named = OmegaConf.to_container(OmegaConf.masked_copy(model, ["target_modules", "exclude_modules"]))
         adapter = LoraConfig(r=model.lora_rank, **named)
     trusted = model.get("trust_remote_code", False)
     with torch.device("meta"):
@@ -140,11 +139,23 @@ def command_of_gateway(run: Run, inference: InferenceServices) -> list[str]:
 def given_ports(config: DictConfig) -> dict[str, int]:
     """Return all ports that the configuration sets, by what they are for."""
     inference = config.inference
-    ports = {"api.port": config.api.port, "inference.gateway_port": inference.gateway_port}
-    ports["sessions.port"] = config.sessions.port
+    ports = {
+        "api.port": config.api.port,
+        "inference.gateway_port": inference.gateway_port,
+        "sessions.port": config.sessions.port,
+    }
     if inference.port is not None:
         ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers or 1)}
     return {key: port for key, port in ports.items() if port is not None}
+
+
+def check_ports(config: DictConfig) -> None:
+    """Raise ConfigurationError if a port that the configuration sets is taken, or set twice."""
+    ports = given_ports(config)
+    for key, port in ports.items():
+        if len(same := [other for other in ports if ports[other] == port]) > 1:
+            raise ConfigurationError(f"{' and '.join(same)}: both are {port}; give another, or null for a free one")
+        reserve(config.api.host if key == "api.port" else config.inference.host, port, key).close()
 
 
 async def start_inference(run: Run) -> InferenceServices:

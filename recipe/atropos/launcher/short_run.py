@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import read_json
-from recipe.atropos.utils.process import start_service
+from recipe.atropos.utils.process import run_command
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # nats, mean over trained tokens; for bfloat16 see docs/gpu.md
 _END_SECONDS = 120.0  # for the launcher to stop what it started
@@ -93,19 +93,14 @@ def short_run(
     result, started = ShortRun(folder), time.monotonic()
     files, log = RunDir(folder / "run"), folder / "launcher.log"
     shutil.rmtree(folder / "run", ignore_errors=True)  # an earlier call's run would be resumed
-    log.unlink(missing_ok=True)
-    with watch(lambda: _pids(files)) if watch else nullcontext():
-        launcher = start_service("launcher", command, log_path=log)
-        try:
-            while (status := launcher.poll()) is None and time.monotonic() - started < limit:
-                time.sleep(0.2)
-        finally:
-            launcher.stop(grace=_END_SECONDS)
+    status, output = None, ""
+    with watch(lambda: _pids(files)) if watch else nullcontext(), suppress(TimeoutError):
+        status, output = run_command("launcher", command, timeout=limit, log_path=log, grace=_END_SECONDS)
     result.seconds, result.metrics = time.monotonic() - started, read_metrics(folder / "run")
     if status is None:
         result.error = f"not done in {limit:g} s; {log} has how far it came"
     elif status:
-        result.error = _error_in(log.read_text(errors="replace")) or f"the launcher ended with status {status}: {log}"
+        result.error = _error_in(output) or f"the launcher ended with status {status}: {log}"
     else:
         result.error = _difference(result, steps, TOLERANCE[dtype])
     return result

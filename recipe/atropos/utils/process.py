@@ -10,8 +10,6 @@ Guarantees:
 * a service's output is in its log file, and a failure quotes its last lines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -28,6 +26,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
 import psutil
@@ -239,6 +238,11 @@ unstopped: list[LocalService] = []
 so they are kept here, even if no other reference to the ``LocalService`` is left."""
 
 
+def open_log(path: Path) -> BinaryIO:
+    """Open a file for appending, with mode 0600, since it may hold private data."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0)
+
+
 def start_service(
     name: str,
     command: list[str],
@@ -250,8 +254,8 @@ def start_service(
     url: str | None = None,
     inherited: Mapping[str, int] | None = None,
 ) -> LocalService:
-    """Start `command` as the leader of a new session; its output is appended to `log_path` (mode 0600, since it may
-    hold private data), what it writes to standard output to `output_path`, if one is given.
+    """Start `command` as the leader of a new session; its output is appended to `log_path` (see ``open_log``), what it
+    writes to standard output to `output_path`, if one is given.
 
     `env` is added to this process's environment. `inherited`: descriptors that stay open in the service, by the
     environment variables that name them there. A proxy that is set is not asked for loopback addresses and the
@@ -273,10 +277,8 @@ def start_service(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     control, theirs = socket.socketpair()
-    paths = (log_path, output_path or log_path)
-    log, output = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for path in paths)
-    try:
-        log_start = os.fstat(log).st_size
+    with theirs, open_log(log_path) as log, open_log(output_path or log_path) as output:
+        log_start = os.fstat(log.fileno()).st_size
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", _GUARDIAN, name],
             stdin=theirs.fileno(),
@@ -287,10 +289,6 @@ def start_service(
             start_new_session=True,  # out of reach of a terminal's Ctrl-C
             pass_fds=tuple(inherited.values()),
         )
-    finally:
-        theirs.close()
-        os.close(log)
-        os.close(output)
     words = "\0".join(command).encode(errors="surrogateescape")
     pid = b""
     with contextlib.suppress(OSError):  # it ended, or took too long
@@ -316,6 +314,7 @@ def run_command(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
     log_path: Path | None = None,
+    grace: float = 1.0,
 ) -> tuple[int, str]:
     """Run a command as a service, so that it never outlives this process; return its status and output.
 
@@ -323,7 +322,7 @@ def run_command(
     output can be read meanwhile.
 
     Raises:
-        TimeoutError: it took longer than ``timeout`` seconds, and was ended.
+        TimeoutError: it took longer than ``timeout`` seconds, and was ended, with ``grace`` seconds to end by itself.
         ServiceFailed: the program does not exist.
     """
     scratch = Scratch.create()
@@ -335,7 +334,7 @@ def run_command(
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"{name}: not done within {timeout:g} s") from error
         finally:
-            service.stop(grace=1.0)
+            service.stop(grace)
         with service.log_path.open("rb") as log:
             log.seek(service.log_start)
             return status, log.read().decode(errors="replace")

@@ -41,9 +41,9 @@ _segments = itertools.count()
 
 
 class Scratch:
-    """Temporary ``folder`` of a run, and the ``locks`` of its owner."""
+    """Temporary ``folder`` of a run, and the ``locks`` of its owner; None in other processes."""
 
-    def __init__(self, folder: Path, locks: list[int]):
+    def __init__(self, folder: Path, locks: list[int] | None = None):
         self.folder, self._locks, self._owner = folder, locks, os.getpid()
 
     @classmethod
@@ -62,13 +62,10 @@ class Scratch:
                 mark = _SHARED_MEMORY / folder.name
                 os.close(os.open(mark, os.O_CREAT | os.O_EXCL, 0o600))
                 locks.append(_lock(mark))
+            own = cls(folder, [lock for lock in locks if lock is not None])
             if None not in locks:
-                return cls(folder, locks)
-            for lock in locks:  # another starting process took an entry for a dead run's
-                if lock is not None:
-                    os.close(lock)
-            _remove(folder.parent, folder.name)
-            _remove(_SHARED_MEMORY, folder.name)
+                return own
+            own.remove()  # another starting process took an entry for a dead run's
         raise AtroposError(
             f"TMPDIR={_base()}: a folder there cannot be locked (flock); give one on a local disk of this machine"
         )
@@ -90,7 +87,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove all of it, in the owner only; the run's processes must have ended."""
-        if self._locks and self._owner == os.getpid():
+        if self._locks is not None and self._owner == os.getpid():
             for base in (self.folder.parent, _SHARED_MEMORY):
                 _remove(base, self.folder.name)
             while self._locks:
@@ -102,7 +99,7 @@ def current() -> Scratch:
     """Return the run's scratch; if no launcher made one, one that is removed when this process exits."""
     folder = Path(os.environ.get(SCRATCH, ""))
     if folder.is_absolute() and folder.is_dir():
-        return Scratch(folder, [])
+        return Scratch(folder)
     own = Scratch.create()
     atexit.register(own.remove)
     return own

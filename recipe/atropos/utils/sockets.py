@@ -148,8 +148,3 @@ def _listed_user(port: int) -> int | None:
             if int(local.rpartition(":")[2], 16) == port and int(state, 16) == _TCP_LISTEN:
                 return int(user)
     return None
-
-
-def check_port(given: int | None, host: str, key: str) -> None:
-    if given is not None and not port_is_free(given, host):
-        raise taken(host, given, key)

@@ -52,7 +52,7 @@ def test_doctor_names_ports_that_are_taken(results, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         given = results(f"api.port={port}")["ports"]
-        assert not given.ok and f"api.port={port} taken" in given.message and "null" in given.message
+        assert not given.ok and f"api.port={port} is taken" in given.message and "null" in given.message
         monkeypatch.setattr(doctor, "API_PORT", port)
         monkeypatch.setattr(doctor, "GATEWAY_PORT", free_port())
         usual = results()["ports"]

@@ -24,21 +24,28 @@ from recipe.atropos.watchdog.history import PREFIX
 NOWHERE = "http://127.0.0.1:9"  # nothing answers: neither API nor gateway are needed for what steps show
 
 
+def watch_run(run, scene, version=0):
+    """Run a scene, of which the argument is the run's alarm watch."""
+
+    async def watch():
+        async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, None)) as alarm_watch:
+            await scene(alarm_watch)
+
+    try:
+        asyncio.run(watch())
+    finally:
+        run.stop()
+
+
 def watch(folder, *steps, options=(), version=0):
     """Look at these steps, one after the other; return what was printed."""
-    config = compose_config("actor_rollout_ref.model.path=m", *options)
-    run = run_of(config, folder)
 
-    async def look():
-        async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, None)) as alarm_watch:
-            for step in steps:
-                await alarm_watch.poll([step])
+    async def look(alarm_watch):
+        for step in steps:
+            await alarm_watch.poll([step])
 
     with console.capture() as captured:
-        try:
-            asyncio.run(look())
-        finally:
-            run.stop()
+        watch_run(run_of(compose_config("actor_rollout_ref.model.path=m", *options), folder), look, version)
     return captured.get()
 
 
@@ -116,22 +123,18 @@ def test_alarm_watch_counts_no_silence_of_a_suspension(tmp_path, monkeypatch, su
     monkeypatch.setattr(module, "time", clock)
     run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
 
-    async def look():
-        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
-            alarm_watch.watchdog.history.add_gateway({"version": 0, "held": 0, "servers": []}, begun)
-            path = run.files.environment_report("gsm8k")
-            path.parent.mkdir()
-            append_line(path, {"time": begun + 1, "env": "gsm8k", "started": True})
-            for passed, slept in ((2.0, 0.0), (1002.0, suspended)):
-                clock.time = partial(float, begun + passed)
-                clock.monotonic = partial(float, begun + passed - slept)
-                await alarm_watch.poll()
-                append_line(path, {"time": begun + 1, "in_flight": 1, "means": {}, "counts": {"items": 1}})
+    async def look(alarm_watch):
+        alarm_watch.watchdog.history.add_gateway({"version": 0, "held": 0, "servers": []}, begun)
+        path = run.files.environment_report("gsm8k")
+        path.parent.mkdir()
+        append_line(path, {"time": begun + 1, "env": "gsm8k", "started": True})
+        for passed, slept in ((2.0, 0.0), (1002.0, suspended)):
+            clock.time = partial(float, begun + passed)
+            clock.monotonic = partial(float, begun + passed - slept)
+            await alarm_watch.poll()
+            append_line(path, {"time": begun + 1, "in_flight": 1, "means": {}, "counts": {"items": 1}})
 
-    try:
-        asyncio.run(look())
-    finally:
-        run.stop()
+    watch_run(run, look)
     assert [line["alarm"] for line in read_lines(run.files.alarms)] == alarms
 
 
@@ -140,19 +143,15 @@ def test_alarm_watch_reads_what_the_session_server_reports(tmp_path):
     run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
     counts = {"sessions/ended": 64, "sessions/failed/seconds": 64}
 
-    async def look():
-        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
-            path = run.files.environment_report("mine", ELSEWHERE)
-            path.parent.mkdir()
-            for given in ({}, counts):
-                line = {"replica": ELSEWHERE, "in_flight": 0, "means": {}, "counts": given}
-                append_line(path, {"time": time.time(), "env": "mine", **line})
-                await alarm_watch.poll()
+    async def look(alarm_watch):
+        path = run.files.environment_report("mine", ELSEWHERE)
+        path.parent.mkdir()
+        for given in ({}, counts):
+            line = {"replica": ELSEWHERE, "in_flight": 0, "means": {}, "counts": given}
+            append_line(path, {"time": time.time(), "env": "mine", **line})
+            await alarm_watch.poll()
 
-    try:
-        asyncio.run(look())
-    finally:
-        run.stop()
+    watch_run(run, look)
     [line] = read_lines(run.files.alarms)
     assert (line["alarm"], line["environment"]) == ("agent_does_not_end", "mine")
 
@@ -161,15 +160,13 @@ def test_alarm_watch_says_that_the_api_waits_for_room(tmp_path):
     """Nothing goes on meanwhile, and nothing else tells: the trainer waits, the environments too."""
     run = run_of(compose_config("actor_rollout_ref.model.path=m", "trainer.atropos.max_wait_time=120"), tmp_path)
 
-    async def look():
-        async with contextlib.aclosing(AlarmWatch(run, 0, NOWHERE, None)) as alarm_watch:
-            for trouble in ("", "t.db: disk is full; make room there", "t.db: disk I/O error; make room there", ""):
-                alarm_watch.watchdog.history.api = {"warnings": {"store": trouble} if trouble else {}}
-                await alarm_watch.poll()
+    async def look(alarm_watch):
+        for trouble in ("", "t.db: disk is full; make room there", "t.db: disk I/O error; make room there", ""):
+            alarm_watch.watchdog.history.api = {"warnings": {"store": trouble} if trouble else {}}
+            await alarm_watch.poll()
 
     with console.capture() as captured:
-        asyncio.run(look())
-    run.stop()
+        watch_run(run, look)
     assert captured.get().splitlines() == [
         "api     t.db: disk is full; make room there; the run waits for it, at most 120 s "
         "(trainer.atropos.max_wait_time)",

@@ -136,7 +136,7 @@ def test_gpu_environments_look_for_compilers_as_sglang_does(check, monkeypatch, 
     monkeypatch.setattr(gpu_environment.shutil, "which", lambda name, **at: asked.append((name, at)) or name)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("CC", "my-cc")
-    assert not list(gpu_environment._missing_tools("server-python"))
+    assert not any(wrong for wrong, _ in gpu_environment._missing_tools("server-python"))
     assert ("nvcc", {"path": f"{tmp_path}/bin"}) in asked and ("ninja", {"path": "a path"}) in asked
     assert asked[0] == ("my-cc", {"path": "a path"})
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,6 @@ from recipe.atropos.utils.process import (
     Service,
     ServiceFailed,
     free_port,
-    port_is_free,
     run_command,
     start_service,
     wait_until_healthy,
@@ -270,16 +268,6 @@ def test_command_is_run_to_its_end_and_ended_at_its_limit(tmp_path):
 def test_a_missing_program_is_an_error_at_once(tmp_path):
     with pytest.raises(ServiceFailed, match="no program '/nowhere/python'"):
         start_service("worker", ["/nowhere/python"], log_path=tmp_path / "log")
-
-
-def test_ports():
-    port = free_port()
-    assert port_is_free(port)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        assert not port_is_free(port)
-        assert free_port() != port
 
 
 def test_free_ports_are_nobodys_choice(monkeypatch):

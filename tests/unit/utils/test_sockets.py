@@ -3,7 +3,6 @@
 import asyncio
 import os
 import socket
-import time
 import urllib.error
 import urllib.request
 
@@ -12,6 +11,7 @@ import pytest
 
 from helpers.runs import run_of
 from helpers.squatter import NOBODY, needs_root, squats, squatted
+from helpers.waiting import until
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.client import SGLangClient
@@ -22,7 +22,6 @@ from recipe.atropos.launcher.startup import api_command
 from recipe.atropos.utils import sockets
 from recipe.atropos.utils.process import free_port, port_is_free
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.sockets import check_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,9 +54,7 @@ def test_squat_of_a_port_fails_before_and_after_its_service(name, tmp_path):
         for _ in range(2):
             assert not squats(port) and answers(url) is None and not port_is_free(port)
             service = run.start(name, command, url=url, **{API_KEY_VARIABLE: run.api_key})
-            while (status := answers(url)) is None:
-                assert service.poll() is None, service.tail()
-                time.sleep(0.05)
+            status = until(lambda: answers(url), 60, service)
             assert status == 401 and not squats(port)
             service.stop(grace=1)
     finally:
@@ -111,8 +108,6 @@ def test_squat_of_a_port_that_is_given_is_an_error_naming_it(monkeypatch):
     monkeypatch.setattr("recipe.atropos.inference.server._check_interpreter", lambda python: None)
     with squatted(port := free_port()):
         named = rf"{port} .*taken.* \(by a process of user {NOBODY}\)"
-        with pytest.raises(ConfigurationError, match=f"api.port={named}; give another"):
-            check_port(port, "127.0.0.1", "api.port")
         with pytest.raises(ConfigurationError, match=f"api.port={named}; give another"):
             sockets.reserve("127.0.0.1", port, "api.port")
         with pytest.raises(LaunchError, match=f"port {named}"):

@@ -70,8 +70,7 @@ class _TorchvisionSchemas:
     that: a text model never calls them.
     """
 
-    def __init__(self):
-        self._library = None
+    _library = None
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "torchvision" or self._library is not None:
