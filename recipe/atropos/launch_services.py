@@ -39,7 +39,7 @@ from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, ex
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_flags, check_launch
 from recipe.atropos.launcher.detaching import run_detached
-from recipe.atropos.launcher.environment_processes import check_environments
+from recipe.atropos.launcher.environment_processes import check_environments, check_target
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.joining import check_key
 from recipe.atropos.launcher.launch import launch, signals_handled
@@ -165,6 +165,8 @@ def check_run(run: Run, shows_key: bool = True) -> None:
     remarks = [place_servers(config), set_attention(config.copy())]
     check_config(config)
     check_environments_placement(config, specs.values())
+    for spec in specs.values():
+        check_target(spec)
     say(os.path.relpath(run.files.path))
     check_model(config.actor_rollout_ref.model.path)
     remarks += fill_warnings(specs.values(), config.data.train_batch_size * config.actor_rollout_ref.rollout.n)

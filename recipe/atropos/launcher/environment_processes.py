@@ -13,6 +13,7 @@ Guarantees:
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -53,6 +54,25 @@ _ADAPTER = "recipe.atropos.utils.env_adapter"
 _CHECK = "check-"  # name prefix of the processes that check flags
 # By the adapter, beside what these install.
 _NEEDED = [*map(Requirement, ("atroposlib", "msgspec>=0.19", "omegaconf>=2.3", "orjson", "psutil", "wandb>=0.31"))]
+
+
+def check_target(spec: EnvironmentSpec) -> None:
+    """Raise ConfigurationError if ``target`` names neither a file nor a module that can be found.
+
+    Which modules another interpreter finds, ``check_environments`` sees.
+    """
+    is_file = spec.place.endswith(".py")
+    if spec.python is not None and not is_file:
+        return
+    try:
+        found = Path(spec.place).is_file() if is_file else importlib.util.find_spec(spec.place) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        found = False
+    if not found:
+        raise ConfigurationError(
+            f"{spec.key}.target={spec.target}: no such {'file' if is_file else 'module'}; give a module that can be "
+            "imported (put its folder on PYTHONPATH), or the path of its .py file, with :Class where it has several"
+        )
 
 
 def check_environments(run: Run) -> None:
