@@ -145,7 +145,8 @@ def given_ports(config: DictConfig) -> dict[str, int]:
         "sessions.port": config.sessions.port,
     }
     if inference.port is not None:
-        ports |= {f"inference.port of server {i}": inference.port + i for i in range(inference.servers or 1)}
+        ports["inference.port"] = inference.port
+        ports |= {f"inference.port of server {i}": inference.port + i for i in range(1, inference.servers or 1)}
     return {key: port for key, port in ports.items() if port is not None}
 
 

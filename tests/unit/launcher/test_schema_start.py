@@ -22,7 +22,13 @@ from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
 from recipe.atropos.launch_services import check_start, parse_arguments, prepare_model
-from recipe.atropos.launcher.environment_processes import _NEEDED, _as_key, check_environments, environment_command
+from recipe.atropos.launcher.environment_processes import (
+    _NEEDED,
+    _as_key,
+    check_environments,
+    check_target,
+    environment_command,
+)
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.terminal import progress as progress_module
 from recipe.atropos.utils.process import unstopped
@@ -64,7 +70,9 @@ def test_schema_start_takes_a_folder_and_every_small_policy(tmp_path):
         ("inference.python=/nope", "inference.python is '/nope'"),
         ("inference.args.port=5", "set inference.port itself"),
         ("inference.host=::", "inference.host=:: is no IPv4 address of this machine"),
-        ("inference.port=TAKEN", "inference.port of server 0=.* is taken"),
+        ("environment.target=recipe.atropos.environments.no", "environment.target=.*environments.no: no such module"),
+        ("environment.target=/no/such/env.py", "environment.target=/no/such/env.py: no such file"),
+        ("inference.port=TAKEN", "inference.port=.* is taken"),
         ("api.port=TAKEN", "api.port=.* is taken"),
         ("api.host=192.0.2.1", "api.host=192.0.2.1 is no IPv4 address of this machine; give 127"),
         ("trainer.resume_from_path=/no/such", "give both"),
@@ -77,6 +85,7 @@ def test_schema_start_names_what_cannot_start(override, told, tmp_path):
         run = run_of(config, tmp_path)
         with pytest.raises((ConfigurationError, LaunchError), match=told):
             check_config(config)
+            check_target(*run.plan.specs.values())
             check_start(run)
 
 
@@ -282,3 +291,4 @@ def test_own_interpreter_of_one_of_several_environments():
     ]
     a, b = environment_specs(load_config(["preset=demo", *options])).values()
     assert (a.interpreter, b.interpreter) == ("shared", str(Path.home() / "v/python"))
+    check_target(a)
