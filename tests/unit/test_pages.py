@@ -96,7 +96,7 @@ def planned(tmp_path_factory):
 
 def parameters_of(plan, config):
     """P and A of the page: the model's and the adapter's, from the bytes of the plan."""
-    model = plan.server["weights"] // 2
+    model = plan.server.weights // 2
     ranks = config.trainer.n_gpus_per_node
     both = plan.trainer.parts["parameters"] * ranks // 4
     return model, both - model if config.actor_rollout_ref.model.lora_rank else 0
@@ -112,7 +112,7 @@ def test_pages_have_the_memory_that_is_planned(planned, preset):
     plan, _ = planned[preset]
     parts = plan.trainer.parts
     names = ["parameters", "optimizer", "reference", "gradients", "gathered", "activations", "logits", "buckets"]
-    expected = [*(parts[name] for name in names), plan.trainer.peak, plan.server["weights"], plan.server["cache"]]
+    expected = [*(parts[name] for name in names), plan.trainer.peak, plan.server.weights, plan.server.cache]
     assert [float(cell) for cell in row_of("Memory", preset)] == pytest.approx(
         [each / GIB for each in expected], abs=0.006
     )
@@ -127,9 +127,9 @@ def test_pages_have_the_seconds_that_their_formulas_give(planned, preset):
     speed, bandwidth = SPEEDS[PRESETS[preset][0]]
     factor = (6 if adapter else 8) + 2 + 2
     operations = factor * model * SEQUENCES * (PROMPT + RESPONSE)
-    bytes_per_token = plan.server["cache"] // plan.server["tokens"]
+    bytes_per_token = plan.server.cache // plan.server.tokens
     wanted = SEQUENCES // (config.inference.servers or 1)
-    at_once = min(wanted, plan.server["tokens"] // (PROMPT + RESPONSE))
+    at_once = min(wanted, plan.server.tokens // (PROMPT + RESPONSE))
     waves = math.ceil(wanted / at_once)
     read = 2 * model + at_once * bytes_per_token * (PROMPT + RESPONSE / 2)
     formula, _, training, k, batches, generation, pushed = row_of("Seconds of a step", preset)
