@@ -17,7 +17,7 @@ def make_interpreter(folder: Path, *without: str) -> Path:
     """Return the python of a virtual environment in ``folder`` with links to what ``_NEEDED`` needs here."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
-    todo, done = [need.name for need in _NEEDED if need.name not in without], set()
+    todo, done = [name for need in _NEEDED if (name := need.partition(">=")[0]) not in without], set()
     while todo:
         name = re.sub("[-_.]+", "-", todo.pop()).lower()
         if name in done or name in without:

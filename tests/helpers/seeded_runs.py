@@ -17,8 +17,8 @@ from typing import Any
 
 import orjson
 
+from recipe.atropos.report.alarm_list import _played
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.report.verdict import _played
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.files import append_line, read_json, read_lines, rewrite_lines, write_json

@@ -9,8 +9,10 @@
 - A group that is dropped on the way is counted by reason, as ``not_sent/REASON``.
 """
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from atroposlib.envs.base import BaseEnv
@@ -30,7 +32,6 @@ from recipe.atropos.algorithm.reward_bridge import RewardBridge
 from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, has_advantages, turns_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
-from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.run.reporting import EnvReport
 
@@ -128,9 +129,6 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 check_limits(group, self.config, self.max_token_len if abort_on_any_max_length_exceeded else 0)
             except RefusedGroup as refused:
                 self.report.refuse(refused.reason, str(refused))
-            except AtroposError as error:  # of bridge or credit, so each group would fail: ends the environment
-                self._failure = error
-                raise
             else:
                 ready.append(group)
         if not ready:
@@ -140,10 +138,22 @@ class AdaptedEnv(CommandLine, Lifecycle):
         if not do_send_to_api:
             self.report.count("groups_written", len(ready))
 
+    @contextlib.contextmanager
+    def _ends_on_failure(self) -> Iterator[None]:
+        """End the environment if the block fails, as each of its groups would; of its own values too."""
+        try:
+            yield
+        except RefusedGroup:
+            raise
+        except Exception as error:
+            self._failure = error
+            raise
+
     async def _shape(self, group: dict[str, Any]) -> None:
         if self.reward_bridge is not None:
             drop_equal = self.config.ensure_scores_are_not_same
-            await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
+            with self._ends_on_failure():
+                await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
 
     def _restore(self, group: dict[str, Any]) -> None:
         if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled
@@ -152,21 +162,22 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     async def _credit(self, group: dict[str, Any], item: Any) -> None:
         credit, taught = self.adapter_settings.credit, None
-        if credit is None:
-            if any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
-                raise CreditError("the environment sends branches: give environment.credit, which compares them")
-            return
-        if credit.teacher is not None:
-            policy = sglang_servers(self.server)
-            try:
-                taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
-            except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
-                if error.status in _PERMANENT:
-                    raise
-                logger.warning("%s: no teacher: %s", self.report.name, error)
-                self.report.count("teacher_missing")
+        with self._ends_on_failure():
+            if credit is None:
+                if any(group["group_overrides"].get("branches") or ()) and not has_advantages(group):
+                    raise CreditError("the environment sends branches: give environment.credit, which compares them")
                 return
-        add_credit(group, credit, self.tokenizer, item, taught)
+            if credit.teacher is not None:
+                policy = sglang_servers(self.server)
+                try:
+                    taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
+                except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
+                    if error.status in _PERMANENT:
+                        raise
+                    logger.warning("%s: no teacher: %s", self.report.name, error)
+                    self.report.count("teacher_missing")
+                    return
+            add_credit(group, credit, self.tokenizer, item, taught)
 
     # ------------------------------------------------------------------ wandb
 
@@ -188,10 +199,12 @@ def adapt(
 
     ``bridge`` shapes its scores before they are sent. ``settings`` are for use in code, instead of flags.
     """
-    given = {"reward_bridge": bridge, "adapter_settings": settings}
-    own = {name: value for name, value in given.items() if value is not None}
-    body = {"__doc__": environment.__doc__, "__module__": environment.__module__, **own}
+    body: dict[str, Any] = {"__doc__": environment.__doc__, "__module__": environment.__module__}
+    if bridge is not None:
+        body["reward_bridge"] = bridge
+    if settings is not None:
+        body["adapter_settings"] = settings
     if issubclass(environment, AdaptedEnv):
-        return type(environment.__name__, (environment,), body) if own else environment
+        return environment if len(body) == 2 else type(environment.__name__, (environment,), body)
     teacher = (TeacherFixes,) if hasattr(environment, "teacher_config_init") else ()
     return type(environment.__name__, (AdaptedEnv, *teacher, environment, PostingEnv), body)

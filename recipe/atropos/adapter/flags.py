@@ -234,8 +234,9 @@ class CommandLine:
                     take_flag(sys.argv, flag)
             check_flags(sys.argv[1:], known)
         if isinstance(configs, list) and not cls.only_checked:
-            first, *more = [servers] if isinstance(servers, dict) else servers or [{}]
-            if more:  # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too
+            listed = [servers] if isinstance(servers, dict) else servers or [{}]
+            first = listed[0]
+            if len(listed) > 1:  # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too
                 first = APIServerConfig(**first).model_dump(exclude={"tokenizer_name"})
             env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | env_in_file
             env_config, configs = complete(env_config, configs, first | openai, env_given, "serve" in arguments)

@@ -71,12 +71,13 @@ class Lifecycle:
         """Run BaseEnv's ``process_manager``, but fail after ``_FRUITLESS`` items in a row without a group written;
         BaseEnv's would retry forever.
         """
-        get_next_item, report = self.get_next_item, self.report
-        since: dict[int, int] = {}  # items that had begun when so many groups were written
+        get_next_item, report, in_a_row, written = self.get_next_item, self.report, 0, 0
 
         async def counted() -> Any:
-            items = report.counts["items"]
-            if items - since.setdefault(report.counts["groups_written"], items) >= _FRUITLESS:
+            nonlocal in_a_row, written
+            before, written = written, report.counts["groups_written"]
+            in_a_row = 0 if written > before else in_a_row + 1
+            if in_a_row > _FRUITLESS:
                 raise EnvironmentFailure(
                     f"{report.name}: of {_FRUITLESS} items in a row no group was written: {report}"
                 )

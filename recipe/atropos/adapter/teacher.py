@@ -47,9 +47,10 @@ class TeacherFixes:
             raise EnvironmentFailure("process asks no teacher: give --env.teacher_enabled=false, or serve")
 
     def _connect_teacher(self, configs: Any) -> None:
-        first, *_ = several = configs if isinstance(configs, list) else [configs]
-        if isinstance(first, APIServerConfig):  # the openai client rejects an empty key, upstream's default
-            configs = [config.model_copy(update={"api_key": config.api_key or "x"}) for config in several]
+        configs = [configs] if isinstance(configs, APIServerConfig) else configs
+        if isinstance(configs, list):  # the openai client rejects an empty key, upstream's default
+            configs = [config.model_copy(update={"api_key": config.api_key or "x"}) for config in configs]
+        first = configs[0] if isinstance(configs, list) else configs
         name = first.tokenizer_name if first.tokenizer_name not in ("", "none") else first.model_name
         self._validate_teacher_tokenizer_compatibility(name)
         self.teacher_server = ServerManager(configs, slurm=False, testing=False)

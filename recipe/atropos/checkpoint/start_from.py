@@ -149,7 +149,8 @@ class Start:
             # In a separate process: torch and transformers cost time and memory that the launcher should not spend.
             command = [sys.executable, "-m", "recipe.atropos", "export", str(self.source.path)]
             command += ["--step", str(self.step), "--out", str(self.folder.start)]
-            command += ["--adapter"] * bool(self.adapter) + ["--trust-remote-code"] * self.trust_remote_code
+            command += ["--adapter"] if self.adapter else []
+            command += ["--trust-remote-code"] if self.trust_remote_code else []
             status, printed = run_command("export", command, log_path=self.folder.log("start"))
             if status != 0:
                 raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")

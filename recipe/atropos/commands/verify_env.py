@@ -141,7 +141,8 @@ async def verify(
     result.warnings = [*dict.fromkeys(record.getMessage() for record in warnings.buffer)]
     result.counts = dict(env.report.counts)
     vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
-    result.rows, result.report = read_groups(posted, RowLimits(config.max_token_length, 0, vocab_size=vocabulary))
+    limits = RowLimits(config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
+    result.rows, result.report = read_groups(posted, limits)
     result.not_sampled = list(_not_sampled(posted, result.exchanges, env.tokenizer))
     return result
 

@@ -117,7 +117,7 @@ def checked(key: str, value: Any, known: Mapping[str, Any], shipped: DictConfig)
     if key not in known and key not in _ONLY_IN_CODE:
         meant = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=_MISSPELLED)), None) if reason else None
         if not reason or (meant and not unsupported(meant)[0]):
-            near = f"; did you mean {meant}?" if meant else _nearest_key(key, known)
+            near = f"; did you mean {meant}?" if meant else _suggested(key, known)
             raise ConfigurationError(f"{key}: no such key{near}")
         raise without_effect(key, shown, meant)
     default = known.get(key)
@@ -158,7 +158,7 @@ def _interpolates(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def _nearest_key(key: str, known: Iterable[str]) -> str:
+def _suggested(key: str, known: Iterable[str]) -> str:
     """Suggest a key that has an effect: one that ends with this key or its last name, else the most similar."""
     known = [other for other in known if not unsupported(other)[0]]
     ends = (f".{key}", "." + key.rpartition(".")[2])

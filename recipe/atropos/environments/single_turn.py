@@ -87,7 +87,9 @@ class SingleTurnEnv(ItemsEnv):
         ``more``: prompt tokens beyond the encoding of ``messages``.
         """
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        limit = min(n for n in (self.config.max_token_length, self.max_token_len) if n > 0)
+        limit = self.config.max_token_length
+        if self.max_token_len > 0:
+            limit = min(limit, self.max_token_len)
         room = limit - 1 - len(self.tokenizer.encode(prompt)) - more
         return min(room, self.config.max_answer_tokens or room)
 

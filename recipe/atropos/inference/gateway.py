@@ -121,10 +121,12 @@ class Gateway:
 
     async def put_weights(self, request: web.Request) -> web.Response:
         try:
-            word = msgspec.json.decode(await request.read(), type=Announcement)
-            self.pool.admit(word.version, word.servers, word.pushing, word.adapter)
+            body = await request.read()
+            announced = msgspec.json.decode(body, type=Announcement)
+            self.pool.admit(announced.version, announced.servers, announced.pushing, announced.adapter)
         except (msgspec.MsgspecError, ValueError) as error:
-            return _error(400, f"PUT /gateway/weights takes {{version, servers, pushing, adapter}}: {error}")
+            what = "PUT /gateway/weights takes {version, servers, pushing, adapter}"
+            return _error(400, f"{what}: {error}; it was {body[:200]!r}")
         return _json(self.pool.status())
 
     # -- everything else -------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class Gateway:
                 self.pool.remove(server, problem)
 
     async def _problem(self, server: Server) -> str | None:
-        """``_probe`` again while the trainer announces something meanwhile."""
+        """Return what ``_probe`` finds, repeated until the trainer has announced nothing meanwhile."""
         while True:
             epoch = self.pool.epoch
             problem = await self._probe(server)

@@ -67,5 +67,9 @@ class GatewayClient:
             async with JsonClient(self.url, self.api_key, _REQUEST_SECONDS) as client:
                 return await client.call_until_answered(self.timeout, method, path, body)
         except InferenceError as error:
-            silent = f"no gateway answers at inference.gateway={self.url} within {self.timeout:g} s ({error.message})"
-            raise GatewayError(f"{silent}; see its log" if error.status is None else str(error)) from error
+            if error.status is not None:
+                raise GatewayError(str(error)) from error
+            raise GatewayError(
+                f"no gateway answers at inference.gateway={self.url} within {self.timeout:g} s ({error.message}); see "
+                "its log"
+            ) from error

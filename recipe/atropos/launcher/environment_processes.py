@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 import recipe
 from recipe.atropos.adapter.settings import WARNING, AdapterSettings
@@ -45,7 +43,7 @@ from recipe.atropos.sessions.client import SESSIONS_VARIABLE
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines, write_atomic
-from recipe.atropos.utils.machine import versions_in
+from recipe.atropos.utils.machine import run_program
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, stop_all, unstopped
 from recipe.atropos.utils.scratch import current
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
@@ -53,7 +51,16 @@ from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, spli
 _ADAPTER = "recipe.atropos.utils.env_adapter"
 _CHECK = "check-"  # name prefix of the processes that check flags
 # By the adapter, beside what these install.
-_NEEDED = [*map(Requirement, ("atroposlib", "msgspec>=0.19", "omegaconf>=2.3", "orjson", "psutil", "wandb>=0.31"))]
+_NEEDED = ("atroposlib", "msgspec>=0.19", "omegaconf>=2.3", "orjson", "psutil", "wandb>=0.31")
+_PROBE = """
+import importlib.metadata, importlib.util, re, sys
+def numbers(version):
+    return [*map(int, re.findall("[0-9]+", version)[:2])]
+def lacks(name, least):
+    found = next(importlib.metadata.Distribution.discover(name=name), None)  # a folder on PYTHONPATH has none
+    return importlib.util.find_spec(name) is None or found is not None and numbers(found.version) < numbers(least)
+print(*sys.version_info[:2], *[need for need in sys.argv[1:] if lacks(*need.partition(">=")[::2])])
+"""
 
 
 def check_target(spec: EnvironmentSpec) -> None:
@@ -102,19 +109,16 @@ def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
     if shutil.which(python) is None:
         return f"{named}: no such program; give the path of an interpreter, such as VENV/bin/python"
     try:
-        found = versions_in(python, [need.name for need in _NEEDED], spec.start_timeout, PYTHONPATH=path)
+        printed = run_program(python, "-c", _PROBE, *_NEEDED, timeout=spec.start_timeout, PYTHONPATH=path)
     except LaunchError as error:
         return f"{named}: {error}; give a Python interpreter"
-    if Version(found["python"]) < Version("3.11"):
-        return f"{named}: Python {found['python']}; the adapter needs 3.11 or newer"
-    missing = [
-        need
-        for need in _NEEDED
-        if (version := found[need.name]) is None or (version and not need.specifier.contains(version, prereleases=True))
-    ]
-    exact = " ".join(f"{need.name}=={importlib.metadata.version(need.name)}" for need in missing)
-    lacking = f"the adapter needs {', '.join(map(str, missing))}; run {python} -m pip install {exact}"
-    return f"{named}: {lacking}" if missing else None
+    major, minor, *missing = printed.split()
+    if (int(major), int(minor)) < (3, 11):
+        return f"{named}: Python {major}.{minor}; the adapter needs 3.11 or newer"
+    names = [need.partition(">=")[0] for need in missing]
+    exact = " ".join(f"{name}=={importlib.metadata.version(name)}" for name in names)
+    lacking = f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {exact}"
+    return lacking if missing else None
 
 
 def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
@@ -170,11 +174,13 @@ def environment_command(
     if subcommand == "serve":
         known["slurm"] = False
     given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
-    place = str(Path(spec.place).resolve()) if spec.place.endswith(".py") else spec.place
-    command = [spec.interpreter, "-m", _ADAPTER, subcommand, "--env", place + spec.target[len(spec.place) :]]
+    target = spec.target
+    if spec.place.endswith(".py"):
+        target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
+    bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
-        command += ["--reward-bridge", str(run.files.reward_bridge(spec.name))]
-    return command + options(given)
+        bridge = ["--reward-bridge", str(run.files.reward_bridge(spec.name))]
+    return [spec.interpreter, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
 
 
 def write_bridge(run: Run, spec: EnvironmentSpec) -> None:

@@ -45,6 +45,9 @@ _POLL_SECONDS = 0.5
 _NO_API = "http://127.0.0.1:1"
 
 
+async def _nothing() -> None: ...
+
+
 def main_metric(metrics: Mapping[str, float]) -> str | None:
     """Return the name of the metric to display: an accuracy if there is one, else the first."""
     return next(iter([*filter(is_accuracy, metrics), *metrics]), None)
@@ -79,7 +82,7 @@ class Evaluations:
 
     # ---------------------------------------------------------------- when
 
-    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Evaluate ``version``, this start's first push, if it is due; environments may sample beside it.
 
         ``meanwhile`` is called again and again.
@@ -88,7 +91,8 @@ class Evaluations:
             ServiceFailed: an evaluation failed, or another service ended.
         """
         lines = read_evaluations(self._run.files.path)
-        rewrite_lines(self._path, [line for line in lines if line["step"] <= version and "error" not in line])
+        kept = [line for line in lines if line["step"] <= version and "error" not in line]
+        rewrite_lines(self._path, kept)
         if version == 0 or self._between(version):
             await self.evaluate_alone(version, meanwhile)
         self._mark(version)
@@ -113,7 +117,7 @@ class Evaluations:
             say(f"version {version}: {failure}", "eval", "bold red")
         self._mark(version)
 
-    async def evaluate_alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def evaluate_alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running.
 
         Raises:
@@ -121,8 +125,7 @@ class Evaluations:
         """
         self._task = asyncio.create_task(self._all(version))
         while not self._task.done():
-            if meanwhile is not None:
-                await meanwhile()
+            await meanwhile()
             self._run.check()
             await asyncio.wait([self._task], timeout=_POLL_SECONDS)
         task, self._task = self._task, None
@@ -149,23 +152,27 @@ class Evaluations:
         Raises:
             ServiceFailed: an environment that is not abandoned failed; all others are done and recorded.
         """
-        ended = await asyncio.gather(*(self._one(spec, version) for spec in self.due(version)), return_exceptions=True)
-        for failure in filter(None, ended):
-            raise failure
+        specs = self.due(version)
+        results = await asyncio.gather(*(self._one(spec, version) for spec in specs), return_exceptions=True)
+        failures = []
+        for spec, result in zip(specs, results, strict=True):
+            if isinstance(result, ServiceFailed):
+                failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
+                append_line(self._path, failure)
+                if self._run.abandoned.issuperset(spec.services):
+                    say(f"version {version}: {result}", "eval", "bold red")
+                    continue
+            if isinstance(result, BaseException):
+                failures.append(result)
+        if failures:
+            raise failures[0]
 
     async def _one(self, spec: EnvironmentSpec, version: int) -> None:
         folder = self._run.files.evaluation_of(version, spec.name)
         shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted evaluation
         folder.mkdir(parents=True)
         started = time.monotonic()
-        try:
-            await self._evaluate(spec, version, folder)
-        except ServiceFailed as failure:
-            append_line(self._path, {"step": version, "version": version, "env": spec.name, "error": str(failure)})
-            if not self._run.abandoned.issuperset(spec.services):
-                raise
-            say(f"version {version}: {failure}", "eval", "bold red")
-            return
+        await self._evaluate(spec, version, folder)
         metrics, greedy = _read(folder / "metrics.json")
         line = {"step": version, "version": version, "env": spec.name, "metrics": metrics, "main": main_metric(metrics)}
         append_line(self._path, {**line, "seconds": time.monotonic() - started, "time": time.time()})

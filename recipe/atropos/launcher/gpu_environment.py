@@ -66,7 +66,7 @@ def _rules(config: DictConfig, interpreters: Mapping[str, str], sides: Mapping[s
             f"{side} has torch {found['torch']} without CUDA ({interpreters[side]}): install its CUDA build "
             "(docs/gpu.md), or set trainer.device=cpu",
         )
-    (trainer, server), python = sides.values(), interpreters["SGLang"]
+    trainer, server, python = sides["the trainer"], sides["SGLang"], interpreters["SGLang"]
     if server["torch"] and server["cuda"]:
         kernels = f"{python} has SGLang without its CUDA kernels: {_pip(python)} -r requirements/sglang.txt"
         yield server[_KERNELS] is None, kernels

@@ -24,7 +24,7 @@ from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.utils.hosts import cluster_address, reachable
 from recipe.atropos.utils.process import Service, default_port, free_port, wait_until_healthy
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.sockets import reserve
+from recipe.atropos.utils.sockets import port_is_free, reserve, taken
 
 _GATEWAY_START = 60.0
 
@@ -126,8 +126,8 @@ def lora_arguments(model: DictConfig) -> dict[str, Any]:
 def plan_inference(run: Run, lora: bool = True) -> InferenceServices:
     """Return the servers as `plan_servers`, and the gateway on the port that is configured, 9001 or a free one."""
     config, launches = run.config.inference, plan_servers(run, lora)
-    taken = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
-    port = config.gateway_port or default_port(GATEWAY_PORT, config.host, taken)
+    used = {*given_ports(run.config).values(), *(launch.port for launch in launches.values())}
+    port = config.gateway_port or default_port(GATEWAY_PORT, config.host, used)
     return InferenceServices(launches, f"http://{reachable(config.host)}:{port}", run.api_key)
 
 
@@ -151,12 +151,17 @@ def given_ports(config: DictConfig) -> dict[str, int]:
 
 
 def check_ports(config: DictConfig) -> None:
-    """Raise ConfigurationError if a port that the configuration sets is taken, or set twice."""
-    ports = given_ports(config)
+    """Raise ConfigurationError, which names all, if ports that the configuration sets are taken, or set twice."""
+    ports, problems = given_ports(config), []
     for key, port in ports.items():
-        if len(same := [other for other in ports if ports[other] == port]) > 1:
-            raise ConfigurationError(f"{' and '.join(same)}: both are {port}; give another, or null for a free one")
-        reserve(config.api.host if key == "api.port" else config.inference.host, port, key).close()
+        host = config.api.host if key == "api.port" else config.inference.host
+        same = [other for other in ports if ports[other] == port]
+        if len(same) > 1:
+            problems.append(f"{' and '.join(same)}: both are {port}; give another, or null for a free one")
+        elif not port_is_free(port, host):
+            problems.append(str(taken(host, port, key)))
+    if problems:
+        raise ConfigurationError("\n".join(dict.fromkeys(problems)))
 
 
 async def start_inference(run: Run) -> InferenceServices:

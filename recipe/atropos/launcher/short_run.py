@@ -93,6 +93,7 @@ def short_run(
     result, started = ShortRun(folder), time.monotonic()
     files, log = RunDir(folder / "run"), folder / "launcher.log"
     shutil.rmtree(folder / "run", ignore_errors=True)  # an earlier call's run would be resumed
+    log.unlink(missing_ok=True)
     status, output = None, ""
     with watch(lambda: _pids(files)) if watch else nullcontext(), suppress(TimeoutError):
         status, output = run_command("launcher", command, timeout=limit, log_path=log, grace=_END_SECONDS)

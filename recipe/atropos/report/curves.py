@@ -11,7 +11,7 @@ import numpy as np
 
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.report.run_history import SENT, RunHistory, phases_of
-from recipe.atropos.report.verdict import extent, score_range
+from recipe.atropos.report.scores import extent, score_range
 from recipe.atropos.run.evaluations import held_out
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from recipe.atropos.config.schema import documented
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.run_history import SENT, RunHistory, shown
-from recipe.atropos.report.verdict import extent, from_to, score_range, training_scores
+from recipe.atropos.report.scores import extent, from_to, score_range, training_scores
 from recipe.atropos.run.evaluations import held_out
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret

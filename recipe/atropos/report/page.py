@@ -14,8 +14,9 @@ import orjson
 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report import curves, facts, samples
+from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.run_history import RunHistory, read_history
-from recipe.atropos.report.verdict import all_alarms, verdict
+from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import DiskFull, write_atomic
 
 FOLDER = Path(__file__).parent

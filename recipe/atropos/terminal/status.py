@@ -58,12 +58,16 @@ def _rows(files: RunDir, summary: dict) -> dict[str, str]:
         "steps": f"{summary.get('steps', 0)} in {clock(seconds)}"
         + (f", {restarts} restarts of environments" if restarts else ""),
         "tokens": f"{tokens:,} trained on, in {sequences:,} sequences",
-        "groups": ", ".join(f"{groups[key]:,} {key}" for key in ("received", "trained", "dropped", "left") if groups),
-        "dropped": ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()),
+        "groups": _counts(groups and {key: groups[key] for key in ("received", "trained", "dropped", "left")}),
+        "dropped": _counts(dropped),
         "alarms": ", ".join(summary.get("alarms") or {}) or "none",
         **{label: shown_path(path) for label, path in outputs.items() if path.exists()},
     }
     return {label: text for label, text in rows.items() if text}
+
+
+def _counts(found: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in found.items())
 
 
 def _heldout(found: dict) -> str:

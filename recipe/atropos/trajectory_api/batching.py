@@ -148,6 +148,8 @@ class Queue:
         self.sizes: Counter[int] = Counter()
         self.tokens = 0
         self._now = 0.0  # the present, in virtual time
+        # The batch in which the order ends, 1 is the next, and its sequences; None once something has changed.
+        self._end: tuple[int, int] | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return itertools.chain(self.order, *(env.waiting for env in self.each()))
@@ -175,6 +177,7 @@ class Queue:
         Groups without a ticket wait again, in the order of their arrival.
         """
         self.batch_size, self.exact = batch_size, exact
+        self._end = None
         groups = sorted((entry for entry in self if not entry.is_open), key=lambda entry: entry.id)
         for entry in groups:
             self._count(entry, -1)
@@ -211,9 +214,12 @@ class Queue:
             bisect.insort(self.order, entry, key=Entry.place)
         else:
             self._begin_to_want(env)
-            bisect.insort(env.waiting, entry, key=lambda other: other.id)
+            env.waiting.append(entry)
+            if len(env.waiting) > 1 and env.waiting[-2].id > entry.id:
+                env.waiting = deque(sorted(env.waiting, key=lambda other: other.id))
         if not entry.is_open:
             self._count(entry, 1)
+        self._end = None
 
     def claim(self, number: int | None) -> Entry | None:
         """Return an open ticket, which is ended only by ``close`` from now on; None if it is not open."""
@@ -237,6 +243,8 @@ class Queue:
             env.time += group.charge
             self._count(group, 1)
         self.order[at : at + 1] = groups
+        if [group.size for group in groups] != [ticket.size]:
+            self._end = None
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.tokens += sign * entry.tokens
@@ -288,12 +296,16 @@ class Queue:
 
     def place(self, size: int) -> int:
         """Return the batch that would hold a group of ``size`` sequences at the end of the order; 1 is the next."""
-        batch, filled, most = 1, 0, self.batch_size or 0
-        for added in (*(entry.size for entry in self.order), size):
-            filled += added
-            if filled > most:
-                batch, filled = batch + 1, added
-        return batch
+        return self._after_adding(size)[0]
+
+    def _after_adding(self, size: int) -> tuple[int, int]:
+        """Return where the order would end with another entry of ``size`` sequences, as ``_end``."""
+        if self._end is None:
+            self._end = (1, 0)
+            for entry in self.order:
+                self._end = self._after_adding(entry.size)
+        batch, filled = self._end
+        return (batch, filled + size) if filled + size <= (self.batch_size or 0) else (batch + 1, size)
 
     def enter(self, env: EnvironmentQueue, number: int) -> None:
         """Put the environment's first waiting group at the end of the order, as ``number``."""
@@ -313,6 +325,7 @@ class Queue:
         return ask, entry
 
     def _append(self, env: EnvironmentQueue, entry: Entry) -> None:
+        self._end = self._after_adding(entry.size)
         self.order.append(entry)
         self._now += entry.size
         env.latest, entry.charge = entry.size, entry.size / self.shares()(env)
@@ -384,3 +397,4 @@ class Queue:
             self._count(entry, -1)
         taken = {*plan.entries}
         self.order = [entry for entry in self.order if entry not in taken]
+        self._end = None

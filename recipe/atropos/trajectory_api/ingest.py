@@ -268,7 +268,7 @@ def _index(
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
     if key is not None:
-        del service.posting[key]
+        service.posting.pop(key, None)  # a retry amid a reset has begun another
         service.posts[key] = len(groups)  # also after a reset meanwhile
     if service.trainer is not None and not all(service.queue.takes(entry.size) for entry in entries):
         service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile

@@ -85,13 +85,13 @@ class TrajectoryStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with named_errors(self.path):
                 self.connection = self._opened(durability)
-                self._reader = database.connect_to_read(self.path)
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, BlockingIOError):
                 what = f"data-dir={folder}: another server uses it; end that one, or give another folder"
                 raise TrajectoryStoreError(what) from None
             raise
+        self._reader: sqlite3.Connection | None = None
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="trajectory-reader")
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_all, name="trajectory-writer", daemon=True)
@@ -147,7 +147,8 @@ class TrajectoryStore:
                 logger.error("%s: closed with unfinished writes: %s", self.path, self.trouble)
                 return
         self._reading.shutdown()
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
         self.connection.close()
         os.close(self._lock)
 
@@ -160,6 +161,8 @@ class TrajectoryStore:
 
     def _read(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
         try:
+            if self._reader is None:
+                self._reader = database.connect_to_read(self.path)
             return function(self._reader, *args)
         except sqlite3.Error as error:
             raise self._fail(error) from error

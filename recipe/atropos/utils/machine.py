@@ -5,18 +5,19 @@ import importlib.metadata
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from recipe.atropos.errors import LaunchError
 
 
 def nvidia_smi(of: str, fields: str) -> list[list[str]]:
     """Return the rows of ``nvidia-smi --query-OF=FIELDS``; [] if it fails or takes longer than 20 s."""
+    command = ["nvidia-smi", f"--query-{of}={fields}", "--format=csv,noheader,nounits"]
     try:
-        printed = run_program("nvidia-smi", f"--query-{of}={fields}", "--format=csv,noheader,nounits", timeout=20.0)
-    except LaunchError:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
         return []
-    return [[field.strip() for field in line.split(",")] for line in printed.splitlines() if line.strip()]
+    return [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
 def gpu_memory() -> int | None:
@@ -40,8 +41,7 @@ for name in sys.argv[1:]:
     try:
         found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        found[name] = "" if importlib.util.find_spec(name) else None
-found["python"] = "%d.%d" % sys.version_info[:2]
+        found[name] = None
 spec = importlib.util.find_spec("torch")
 file = spec and os.path.join(spec.submodule_search_locations[0], "version.py")
 found["cuda"] = runpy.run_path(file)["cuda"] if file else None
@@ -51,19 +51,15 @@ print(json.dumps(found))
 """
 
 
-def versions_in(
-    python: str, packages: Iterable[str], timeout: float = 120.0, **variables: str
-) -> dict[str, str | None]:
-    """Return the versions of packages in an interpreter's environment, without importing them; "" is a folder on
-    PYTHONPATH, which has none. ``variables``: as ``run_program``.
+def versions_in(python: str, packages: Sequence[str], timeout: float = 120.0) -> dict[str, str | None]:
+    """Return the versions of packages in an interpreter's environment, without importing them.
 
-    "python" is its own version, "cuda" that of its torch's CUDA, "Python.h" the path of the header that compiling
-    extensions needs.
+    "cuda" is the CUDA version of its torch, "Python.h" the path of the header that compiling extensions needs.
 
     Raises:
         LaunchError: as ``run_program``.
     """
-    return json.loads(run_program(python, "-c", _PROBE, *packages, timeout=timeout, **variables))
+    return json.loads(run_program(python, "-c", _PROBE, *packages, timeout=timeout))
 
 
 def run_program(program: str, *arguments: str, timeout: float = 120.0, **variables: str) -> str:

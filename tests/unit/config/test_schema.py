@@ -1,5 +1,6 @@
 """The schema of the configuration: what is refused by key, value and choices; and that its names are verl's."""
 
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -11,6 +12,7 @@ from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config import schema as choices
 from recipe.atropos.config.compose import compose_config, leaves, load_config, presets, resolved, with_values
 from recipe.atropos.config.keys import EXCLUDED, is_free, unsupported
+from recipe.atropos.config.preflight import check_config
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.unsupported import CONDITIONAL, UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
@@ -38,29 +40,61 @@ def refusal(*overrides):
 REFUSED = [
     ("data.train_batch_size", 0, "data.train_batch_size=0: give 1 or more"),
     ("data.train_batch_size", "many", "data.train_batch_size=many: give a whole number"),
+    (f"{MODEL}.lora_rank", -1, "lora_rank=-1: give 0 or more"),
     (f"{MODEL}.path", None, "actor_rollout_ref.model.path is not set: give --model"),
     ("seed", "16", "seed='16': give a whole number"),
     ("seed", True, "seed=true: give a whole number"),
+    ("inference.device", "gpu", "inference.device=gpu is called cuda; choose one of auto, cuda, cpu"),
     ("inference.device", "tpu", "inference.device=tpu; choose one of auto, cuda, cpu"),
+    ("trainer.device", "npu", "trainer.device=npu; choose one of auto, cuda, cpu"),
+    ("inference.dtype", "fp16", "inference.dtype=fp16; choose one of bfloat16, float16, float32"),
     ("inference.args", 3, "inference.args=3: give a mapping"),
     ("inference.servrs", 1, "inference.servrs: no such key; did you mean inference.servers?"),
     ("environment.target", "", "environment.target=: give a string that is not empty, or null"),
     ("environment.group_size", None, "environment.group_size=null: give a whole number"),
-    ("environments.a", {"wieght": 2}, "environments.a.wieght: no such key; did you mean environments.a.we"),
+    (
+        "environments.a",
+        {"target": "m", "wieght": 2},
+        "environments.a.wieght: no such key; did you mean environments.a.we",
+    ),
     ("environments.a", {"weight": 0}, "environments.a.weight=0: give more than 0, or null"),
     ("environments.a b", {}, "environments.a b"),
+    ("evaluation.every", 0, "evaluation.every=0: give 1 or more, or null"),
+    ("trainer.total_training_steps", None, "total_training_steps=null: give a whole number"),
+    ("trainer.total_training_steps", 0, "total_training_steps=0: give 1 or more"),
     ("trainer.logger", ["wandbb"], "trainer.logger[0]=wandbb; choose one of wandb, mlflow"),
+    (f"{ATROPOS}.max_staleness", True, "max_staleness=true: give a whole number, or null"),
     (f"{ATROPOS}.api_url", "localhost:8000", "api_url=localhost:8000: give a string that matches"),
     (f"{ATROPOS}.timeout", float("nan"), "timeout=NaN: give a finite number"),
+    (f"{ATROPOS}.logprob_tolerance", 0, "logprob_tolerance=0: give more than 0, or null"),
     (f"{ATROPOS}.use_advantages", 1, "use_advantages=1: give true or false"),
     (f"{ATROPOS}.advantage_clipping", 5.0, "advantage_clipping=5.0: give a list"),
     (f"{ATROPOS}.advantage_clipping", [1], "advantage_clipping=[1]: give 2 of them"),
+    (f"{ATROPOS}.advantage_clipping", [0, float("nan")], "advantage_clipping[1]=NaN: give a finite number"),
     (f"{ATROPOS}.advantage_clipping", ["0", 1], "advantage_clipping[0]='0': give a number"),
-    ("algorithm.gamma", 2.0, "algorithm.gamma=2.0: give 1 or less"),
-    ("watchdog.stop_on", ["equal_score"], "[0]=equal_score; choose one of environment_raises, agent_loops"),
+    (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: give more than 0"),
+    (
+        f"{ACTOR}.checkpoint.save_contents",
+        ["model", "hf"],
+        "save_contents[1]=hf; choose one of model, optimizer, extra",
+    ),
+    (f"{ACTOR}.optim.lr", "abc", "optim.lr=abc: give a number"),
+    (f"{ACTOR}.optim.lr_warmup_steps", None, "optim.lr_warmup_steps=null: give a whole number"),
+    (f"{ACTOR}.kl_loss_type", "low_kl", "kl_loss_type=low_kl; choose one of kl, k1, abs, mse, k2, low_var_kl"),
+    (
+        f"{ACTOR}.strategy",
+        "megatron",
+        "strategy=megatron is not supported: weights are pushed from the FSDP engines only; choose one of fsdp, fsdp2",
+    ),
+    (f"{ROLLOUT}.name", "vllm", "rollout.name=vllm is not supported: only SGLang serves"),
+    (
+        "watchdog.stop_on",
+        ["reward_flat", "equal_score"],
+        "watchdog.stop_on[1]=equal_score; choose one of environment_raises, agent_loops",
+    ),
     ("watchdog.stop_on", ["logprob_gap"], "empty_batches; did you mean logprob_difference?"),
-    ("algorithm.adv_estimator", "grpoo", "=grpoo; choose one of gpg, grpo, grpo_atropos"),
-    *((key, value, f"{key}={value} {why}; choose one") for key, of in EXCLUDED.items() for value, why in of.items()),
+    ("algorithm.adv_estimator", "gae", "needs a critic, which this recipe does not train; choose one of gpg, grpo"),
+    ("algorithm.adv_estimator", "dr_grpo", "dr_grpo is grpo with algorithm.norm_adv_by_std_in_grpo=false and actor_"),
 ]
 
 
@@ -108,8 +142,10 @@ UNKNOWN = {
     "+trainer.atropos.max_stalenes=1": "did you mean trainer.atropos.max_staleness?",
     "++trainer.atropos={weight_sync: {evry: 2}}": "trainer.atropos.weight_sync.evry: no such key; did you mean",
     "max_staleness=3": "max_staleness: no such key; did you mean trainer.atropos.max_staleness?",
+    "+actor_rollout_ref.actor.clip_rati=0.1": "did you mean actor_rollout_ref.actor.clip_ratio?",
     "learning_rate=3": "learning_rate: no such key",
     "rollout.name=vllm": "rollout.name: no such key; did you mean actor_rollout_ref.rollout.name?",
+    "actor.strategy=megatron": "actor.strategy: no such key; did you mean actor_rollout_ref.actor.strategy?",
     "trainer.atropos=3": "trainer.atropos=3: give a mapping",
     "preset=dmo": "preset=dmo: no such preset; choose one of advantages, calculator, ",
     "trainer.logger=a,b": "a value with commas needs brackets or quotes",
@@ -119,16 +155,38 @@ UNKNOWN = {
     # misspelled, beside keys without effect
     f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temprature: no such key; did you mean {ROLLOUT}.temperature?",
     "data.trian_batch_size=2": "data.trian_batch_size: no such key; did you mean data.train_batch_size?",
+    "data.max_prompt_len=8": "data.max_prompt_len: no such key; did you mean data.max_prompt_length?",
     f"{ROLLOUT}.checkpoint_engin.update_weight_bucket_megabytes=2": f"did you mean {ROLLOUT}.checkpoint_engine.up",
 }
 WITHOUT_EFFECT = {
+    "data.train_files=[a]": "environment.args.KEY",
     "data={train_files: a}": "environment.args.KEY",
+    "custom_reward_function.path=f.py": "environment.reward_bridge",
+    "reward_model.enable=true": "environment.reward_bridge",
+    "reward.reward_manager.name=dapo": "environment.reward_bridge",
+    "critic.optim.lr=1e-4": "no critic is trained",
+    "model_engine=megatron": "only the FSDP engines",
+    "trainer.test_freq=5": "set evaluation.every instead",
+    "trainer.val_before_train=true": "set evaluation.every instead",
+    "trainer.total_epochs=3": "set trainer.total_training_steps instead",
     "+trainer.v1.trainer_mode=colocate_async": "a training loop of its own",
+    f"{ROLLOUT}.top_p=0.9": "environments choose how they sample",
+    f"{ROLLOUT}.top_k=5": "environments choose how they sample",
+    f"{ROLLOUT}.gpu_memory_utilization=0.8": "set inference.mem_fraction_static instead",
+    f"{ROLLOUT}.tensor_model_parallel_size=2": "set inference.args.tp_size instead",
+    f"{ROLLOUT}.checkpoint_engine.backend=nccl": "set trainer.atropos.weight_sync instead",
+    f"{ACTOR}.grad_clip=0.5": "set actor_rollout_ref.actor.optim.clip_grad instead",
+    f"{MODEL}.lora.rank=8": "lora_rank",
     f"{ROLLOUT}.gpu_memory_utilisation=0.8": "set inference.mem_fraction_static instead",
     f"{ROLLOUT}.temp=1": "set inference.args.FLAG",
     f"{ROLLOUT}.engine_kwargs.vllm=3": "set inference.args.FLAG",
     "critic.optm.lr=1": "no critic is trained",
-    f"{MODEL}.lora.rank=8": "lora_rank",
+    "reward.manger=dapo": "environment.reward_bridge",
+    f"{ACTOR}.fsdp_config.qat.enable=true": "unquantized weights are pushed",
+    f"{ACTOR}.checkpoint.strict=false": "only the FSDP engines",
+    f"{MODEL}.tiled_mlp.enabled=true": "the FSDP engines do not read it",
+    f"{REF}.fsdp_config.optimizer_offload=true": "the reference policy is not trained",
+    f"{REF}.fsdp_config.entropy_checkpointing=true": "the reference policy computes no entropies",
 }
 
 
@@ -153,13 +211,19 @@ def test_schema_names_all_wrong_keys_in_one_answer():
     ("given", "switch", "wanted"),
     [
         ("algorithm.kl_ctrl.kl_coef=0.02", "algorithm.use_kl_in_reward=false", "true"),
+        ("algorithm.kl_penalty=k3", "algorithm.use_kl_in_reward=false", "true"),
         ("algorithm.rollout_correction.rollout_rs_threshold=2.0", "algorithm.rollout_correction.rollout_rs=null", None),
+        ("algorithm.rollout_correction.loss_type=reinforce", "algorithm.rollout_correction.bypass_mode=false", "true"),
+        (f"{ACTOR}.kl_loss_coef=0.02", f"{ACTOR}.use_kl_loss=false", "true"),
         (f"{ACTOR}.loss_scale_factor=7.5", f"{ACTOR}.loss_agg_mode=token-mean", "seq-mean-token-sum-norm"),
         (f"{ACTOR}.policy_loss.dro_beta=0.5", f"{ACTOR}.policy_loss.loss_mode=vanilla", "dro"),
+        (f"{ACTOR}.optim.zero_indexed_step=false", f"{ACTOR}.optim.lr_scheduler_type=constant", "cosine"),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=2", f"{ACTOR}.use_dynamic_bsz=true", "false"),
         (f"{ACTOR}.fsdp_config.use_orig_params=true", f"{ACTOR}.strategy=fsdp2", "fsdp"),
+        (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=9", f"{ACTOR}.strategy=fsdp2", "fsdp"),
         (f"{MODEL}.fused_kernel_options.impl_backend=triton", f"{MODEL}.use_fused_kernels=false", "true"),
         (f"{MODEL}.target_modules=[q_proj]", f"{MODEL}.lora_rank=0", None),
+        (f"{MODEL}.lora_adapter_path=/some/adapter", f"{MODEL}.lora_rank=0", None),
     ],
 )
 def test_schema_refuses_a_value_beside_which_it_has_no_effect(given, switch, wanted):
@@ -183,6 +247,32 @@ def test_schema_conditions_are_of_keys_that_there_are():
     shipped = compose_config([])
     assert not [key for key in CONDITIONAL if OmegaConf.select(shipped, key, default="absent") == "absent"]
     assert not [key for key, _ in CONDITIONAL.values() if OmegaConf.select(shipped, key, default="absent") == "absent"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([f"{ACTOR}.use_dynamic_bsz=false"], f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"),
+        ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"], f"{ROLLOUT}.log_prob_use_dynamic_bsz=False with"),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{REF}.log_prob_use_dynamic_bsz=false"],
+            f"{REF}.log_prob_micro_batch_size_per_gpu=null",
+        ),
+        (
+            [f"{ACTOR}.use_kl_loss=true", f"{REF}.log_prob_max_token_len_per_gpu=9"],
+            f"{REF}.log_prob_max_token_len_per_gpu=9 has no room",
+        ),
+        ([f"{ACTOR}.fsdp_config.mixed_precision.param_dtyp=fp32"], "mixed_precision.param_dtyp: no such key"),
+        ([f"{ACTOR}.fsdp_config.wrap_policy={{min_params: 9}}"], "wrap_policy.min_params: no such key"),
+        (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "grpo=false has no effect with"),
+        ([f"{ACTOR}.pad_to_length=true", f"{MODEL}.use_remove_padding=false"], "pad_to_length=true has no effect with"),
+        ([f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.offload_policy=true"], "offload_policy=true has no effect"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect with algorithm.adv_estimator=grpo_atropos"),
+    ],
+)
+def test_schema_of_several_keys_is_checked_before_a_start(options, told):
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
+        check_config(load_config([f"{MODEL}.path=m", *options]))
 
 
 def test_schema_refuses_another_value_than_the_followed_keys():

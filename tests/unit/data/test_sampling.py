@@ -131,24 +131,30 @@ def test_sampling_declared_by_a_group_is_of_its_unknown_rows():
     ("given", "words"),
     [
         ([[{"temperature": 1.0}]], "not a list over 3 sequences"),
+        ({"temperature": 1.0}, "sampling_params is {'temperature': 1.0}: Expected `array"),
+        ([{"temperature": 1.0}] * 3, "group_overrides.sampling_params[0] is {'temperature': 1.0}: Expected `array"),
         (["hot"] * 3, "group_overrides.sampling_params[0] is 'hot': Expected `array"),
         ([[]] * 3, "group_overrides.sampling_params[0] is []: Expected `array` of length >= 1"),
         (
             [[{"top_p": 1.0}]] * 3,
             "group_overrides.sampling_params[0][0] is {'top_p': 1.0}: Object missing required field `temperature`",
         ),
+        ([[{"temperature": "hot"}]] * 3, "[0].temperature is 'hot': Expected `float`"),
         ([[{"temperature": -1}]] * 3, "[0].temperature is -1: Expected `float` >= 0.0"),
         ([[{"temperature": math.nan}]] * 3, "group_overrides has no JSON form"),
         (
             [[{"temperature": 1, "topp": 1}]] * 3,
             "[0] is {'temperature': 1, 'topp': 1}: Object contains unknown field `topp`",
         ),
+        ([[{"temperature": 1, "logit_bias": 3}]] * 3, "logit_bias is 3: Expected `object`"),
+        ([[{"temperature": 1, "constraints": "a"}]] * 3, "constraints is 'a': Expected `array`"),
         ([[{"temperature": 1, "logit_bias": {"x": 1}}]] * 3, "logit_bias is {'x': 1}: Expected `int`, got `str`"),
         ([[{"temperature": True}]] * 3, "Expected `float`, got `bool`"),
         ([[{"temperature": 1, "top_k": 5.5}]] * 3, "that's a multiple of 1.0"),
+        ([[{"temperature": 1, "top_k": True}]] * 3, "Expected `int | float`, got `bool`"),
         (None, "generation_params"),
     ],
-    ids=range(11),
+    ids=range(17),
 )
 def test_sampling_parameters_that_are_malformed_are_refused(given, words):
     declared = {"temperature": "hot"} if given is None else None
@@ -281,3 +287,12 @@ def test_sampling_alarms_of_a_step_are_beside_it():
     raised = {"atropos/alarms/logprob_difference": 0.0059, "atropos/alarms/truncated_sampling": 4.0}
     assert str(launch._step(line | raised)).endswith("version 3  logprob_difference, truncated_sampling")
     assert str(launch._step(line)).endswith("version 3")
+
+
+def test_sampling_parameters_leave_out_what_is_sglangs_default():
+    """Also where a request names it, as those of environments do: a group's sequences each have them."""
+    asked = SamplingParams.from_request({"temperature": 0.5, "top_p": 1.0, "min_p": 0, "top_k": -1, "logit_bias": {}})
+    assert asked.to_mapping() == {"temperature": 0.5}
+    assert SamplingParams(1.0, top_k=5, logit_bias={3: -1.0}).to_mapping() == {
+        "temperature": 1.0, "top_k": 5, "logit_bias": {"3": -1.0}
+    }  # fmt: skip

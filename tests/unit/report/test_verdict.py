@@ -8,8 +8,10 @@ from helpers.seeded_runs import FAULTS, healthy_run, seeded_run
 from helpers.trainer import compose_config
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.run_history import read_history
-from recipe.atropos.report.verdict import all_alarms, from_to, verdict
+from recipe.atropos.report.scores import from_to
+from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import append_line
 from recipe.atropos.watchdog.alarms import ALARMS
 

@@ -3,6 +3,8 @@
 import copy
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from helpers.dialects import REPLIES
 from recipe.atropos.sessions.dialects import anthropic, chat, completions, generate, responses, tokens
@@ -106,12 +108,27 @@ def check(dialect, body):
         assert dialect.answer(asked, reply) and list(dialect.events(asked, reply))
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "text", "a"]), inner),
+    max_leaves=6,
+)
+
+
 @each_dialect
 def test_any_wrong_type_is_only_a_request_error(dialect):
     dialect.read(FULL[dialect])
     for path in places(FULL[dialect]):
         for value in (None, True, -1, 1.5, "text", "", [], {}, [None], [[1]], ["a"], [{}], {"type": []}, {"type": "x"}):
             check(dialect, changed(FULL[dialect], path, value))
+
+
+@each_dialect
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_json_is_only_a_request_error(dialect, data):
+    path = data.draw(st.sampled_from(list(places(FULL[dialect]))))
+    check(dialect, changed(FULL[dialect], path, data.draw(JSON)))
 
 
 @each_dialect
@@ -130,6 +147,7 @@ REFUSED = [  # (dialect, field, a value of it that is refused, what the message 
     (chat, "logit_bias", {"1": 2}, "logit_bias"),
     (chat, "response_format", {"type": "json_object"}, "response_format.*json_object"),
     (chat, "audio", {"voice": "v"}, "audio"),
+    (chat, "functions", [{}], "functions"),
     (chat, "function_call", "auto", "function_call"),
     (chat, "prediction", {"type": "content"}, "prediction"),
     (chat, "modalities", ["audio"], "modalities"),
@@ -140,21 +158,29 @@ REFUSED = [  # (dialect, field, a value of it that is refused, what the message 
     (chat, "guided_json", {"type": "object"}, "guided_json"),
     (chat, "tools", [{"type": "custom"}], r"tools\[0\].*custom"),
     (chat, "messages", _said({"type": "image_url", "image_url": {}}), r"messages\[0\].content\[0\].*image_url"),
+    (chat, "messages", _said({"type": "input_audio"}), "input_audio"),
     (chat, "messages", [{"role": "function", "content": "a"}], r"messages\[0\].role.*function"),
     (chat, "messages", [{"role": "user"}], r"messages\[0\].content is missing"),
     (chat, "messages", [], "messages"),
     (chat, "max_tokens", 0, "max_tokens"),
+    (chat, "temperature", True, "temperature"),
     (chat, "seed", 1.5, "seed"),
     (chat, "stop", ["a", ""], "stop"),
     (completions, "echo", True, "echo"),
+    (completions, "n", 2, "n is 2"),
+    (completions, "best_of", 2, "best_of is 2"),
+    (completions, "suffix", "s", "suffix"),
     (completions, "logprobs", 1, "logprobs"),
     (completions, "prompt", [[1], [2]], "2 prompts"),
     (completions, "prompt", "", "prompt"),
     (responses, "text", {"format": {"type": "json_schema"}}, "text.format.*json_schema"),
     (responses, "conversation", "c", "conversation"),
+    (responses, "prompt", {"id": "p"}, "prompt"),
+    (responses, "background", True, "background"),
     (responses, "tools", [{"type": "web_search"}], r"tools\[0\].*web_search"),
     (responses, "tool_choice", {"type": "web_search"}, "tool_choice.*web_search"),
     (responses, "input", _said({"type": "input_image"}), "input_image"),
+    (responses, "input", _said({"type": "input_file"}), "input_file"),
     (responses, "input", [{"type": "item_reference", "id": "i"}], "item_reference"),
     (responses, "input", [{"type": "function_call_output", "call_id": "c"}], r"input\[0\].output is missing"),
     (responses, "input", [], "input"),
@@ -162,6 +188,8 @@ REFUSED = [  # (dialect, field, a value of it that is refused, what the message 
     (anthropic, "tool_choice", {"type": "tool"}, "tool_choice"),
     (anthropic, "tools", [{"type": "bash_20250124", "name": "bash"}], r"tools\[0\].*bash_20250124"),
     (anthropic, "messages", _said({"type": "image"}), r"messages\[0\].content\[0\].*image"),
+    (anthropic, "messages", _said({"type": "document"}), "document"),
+    (anthropic, "messages", _said({"type": "tool_use"}), "tool_use"),
     (anthropic, "messages", [], "messages"),
     (anthropic, "thinking", {"type": "between_tools"}, "thinking"),
     (anthropic, "output_config", {"format": {"type": "json_schema"}}, "format"),
@@ -170,9 +198,13 @@ REFUSED = [  # (dialect, field, a value of it that is refused, what the message 
     (generate, "text", "a", "either text or input_ids"),
     (generate, "logprob_start_len", 0, "logprob_start_len"),
     (generate, "image_data", ["u"], "image_data"),
+    (generate, "sampling_params", {"n": 2}, "n is 2"),
     (generate, "sampling_params", {"regex": "a"}, "regex"),
+    (generate, "sampling_params", {"json_schema": "{}"}, "json_schema"),
+    (generate, "sampling_params", {"logit_bias": {"1": 2}}, "logit_bias"),
     (tokens, "features", {"mm_hashes": {}}, "features"),
     (tokens, "token_ids", [-1], "token_ids"),
+    (tokens, "token_ids", [], "token_ids"),
     (tokens, "sampling_params", {"logprobs": 5}, "logprobs"),
     (tokens, "sampling_params", {"prompt_logprobs": 1}, "prompt_logprobs"),
     (tokens, "sampling_params", {"allowed_token_ids": [1]}, "allowed_token_ids"),

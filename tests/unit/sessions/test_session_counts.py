@@ -1,9 +1,15 @@
 """What the session server counts of sessions that no environment counts."""
 
+import time
+
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.waiting import until
 from recipe.atropos.report.facts import sessions as rows_of_sessions
 from recipe.atropos.report.run_history import read_history
+from recipe.atropos.run.folder import ELSEWHERE
+from recipe.atropos.utils.files import read_lines
+from recipe.atropos.watchdog.history import EnvironmentHistory
+from recipe.atropos.watchdog.rules.environments import agent_finding
 
 
 def ended(sessions, opened, **result):
@@ -46,6 +52,22 @@ def test_sessions_from_elsewhere_are_counted_once(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("{}")
     [row] = rows_of_sessions(read_history(tmp_path / "run"))
     assert row[:6] == ["my_env", 4, "crashed 1, no_turn 1, seconds 1", 0, "message_edited 1", 1]
+
+
+def test_sessions_from_elsewhere_raise_the_alarms_of_agents(tmp_path):
+    """The newest ones alone count: an agent that was repaired is silent again."""
+    environment, seen = EnvironmentHistory("mine"), 0
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer())) as sessions:
+        for end, alarm in (("seconds", "agent_does_not_end"), ("turns", "agent_loops"), (None, None)):
+            for _ in range(64 if end else 130):
+                ended(sessions, sessions.open(env="mine"), **({"end": end} if end else {"reward": 1.0}))
+            sessions.counts("mine")
+            lines = read_lines(sessions.files.environment_report("mine", ELSEWHERE))
+            for line in lines[seen:]:
+                environment.add(line, None)
+            seen, found = len(lines), agent_finding(environment)
+            assert (found and found.alarm) == alarm
+            time.sleep(0.01)
 
 
 def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path):

@@ -14,6 +14,21 @@ from recipe.atropos.sessions.server import session_key
 pytestmark = pytest.mark.timeout(120)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": "a"}]}, "the last"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "no reply 7"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
+    ],
+)
+def test_session_requests_that_cannot_be_answered_are_named(sessions, path, body, named):
+    opened = sessions.open()
+    status, answer = sessions.call("POST", path, body, opened["api_key"])
+    assert status in (400, 404) and named in answer["error"]["message"]
+    assert not sessions.policy.sampled
+
+
 def test_session_key_opens_its_own_session_alone(sessions):
     mine, other = sessions.open(), sessions.open()
     for path, key in (
@@ -33,8 +48,9 @@ def test_session_key_opens_its_own_session_alone(sessions):
 @pytest.mark.parametrize(
     ("path", "sign"), [("/v1/chat/completions", b": still sampling\n"), ("/v1/messages", b"event: ping\n")]
 )
-def test_session_streams_show_life_at_once(sessions, opened, monkeypatch, path, sign):
+def test_session_streams_show_life_at_once(sessions, monkeypatch, path, sign):
     monkeypatch.setattr("recipe.atropos.sessions.server._KEEP_ALIVE", 0.1)
+    opened = sessions.open()
     sessions.policy.delay = 0.6
     response = sessions.begin(opened, path, max_tokens=8, stream=True).getresponse()
     started = time.monotonic()
@@ -43,7 +59,8 @@ def test_session_streams_show_life_at_once(sessions, opened, monkeypatch, path, 
     assert response.read().count(sign) >= 2
 
 
-def test_session_ends_by_its_reward_once(sessions, opened):
+def test_session_ends_by_its_reward_once(sessions):
+    opened = sessions.open()
     path = f"/sessions/{opened['id']}/reward"
     assert sessions.call("POST", path, {"reward": 1.5, "metrics": {"steps": 2}})[1]["reward"] == 1.5
     assert sessions.call("POST", path, {"reward": 7.0})[1]["reward"] == 1.5
@@ -56,8 +73,9 @@ def test_session_ends_by_its_reward_once(sessions, opened):
     assert sessions.call("POST", f"/sessions/{failed['id']}/reward", {"rewards": 1})[0] == 400
 
 
-def test_session_that_ends_answers_nothing_more(sessions, opened):
+def test_session_that_ends_answers_nothing_more(sessions):
     """What is sampled while the reward comes would be in no row that was read."""
+    opened = sessions.open()
     sessions.policy.delay = 1.0
     connection = sessions.begin(opened)
     time.sleep(0.2)
@@ -67,7 +85,8 @@ def test_session_that_ends_answers_nothing_more(sessions, opened):
     assert sessions.session(opened).summary()["turns"] == 0 and not sessions.policy.sampled
 
 
-def test_session_may_end_by_a_limit_that_it_has_not(sessions, opened):
+def test_session_may_end_by_a_limit_that_it_has_not(sessions):
+    opened = sessions.open()
     assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"end": "turns"})[0] == 200
     status, answer = sessions.ask(opened)
     assert status == 403 and "ended (turns)" in answer["error"]["message"]
@@ -83,15 +102,16 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
     assert opened["id"] not in sessions.server._sessions
 
 
-def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, opened, monkeypatch):
+def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, monkeypatch):
     monkeypatch.setattr("recipe.atropos.sessions.server._IN_MEMORY", 1)
-    messages = [{"role": "user", "content": "sum"}]
+    opened, messages = sessions.open(), [{"role": "user", "content": "sum"}]
     for _ in range(2):
         reply = sessions.ask(opened, messages=messages)[1]
         messages += [reply["choices"][0]["message"], {"role": "user", "content": "and"}]
         sessions.open()
         assert opened["id"] not in sessions.server._sessions
     assert sessions.state(opened)["rows"] == 1
+    sessions.check(opened)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,15 @@ async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
 
 
+async def test_session_replies_that_are_empty_are_trained(tmp_path):
+    """The policy says nothing but its end; the conversation goes on after it, in one row."""
+    program = await run(tmp_path, "chatml", ["", "19", ""])
+    check_trained_once(program.policy, program.session.tree)
+    assert [history[-1]["content"] for history in program.seen] == ["", "19", ""]
+    assert [len(tokens) for _, tokens, _ in program.policy.sampled][::2] == [1, 1]
+    assert len(list(program.session.tree.leaves())) == 1 and not program.session.summary()["forks"]
+
+
 async def test_session_goes_on_after_a_truncation_within_a_tool_call(tmp_path):
     """What was sampled of the call stays, as content that the client sends back, and is trained."""
     program = await run(tmp_path, "chatml", [])
@@ -206,6 +215,12 @@ async def test_session_goes_on_after_a_truncation_within_a_tool_call(tmp_path):
     await program.ask([*program.seen[-1], user("and?")])
     check_trained_once(program.policy, program.session.tree)
     assert len(list(program.session.tree.leaves())) == 1 and not program.session.summary()["forks"]
+
+
+async def test_session_calls_that_cannot_be_read_stay_in_the_content(tmp_path):
+    program = await run(tmp_path, "chatml", ['so <tool_call>\n{"name": "add", "argu', "19"])
+    assert program.seen[0][-1]["content"].startswith("so ") and '"argu' in program.seen[0][-1]["content"]
+    assert len(list(program.session.tree.leaves())) == 1
 
 
 async def test_session_branches_share_turns_that_are_trained_once(tmp_path):
@@ -252,6 +267,17 @@ async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
         text += program.session.recorded(number).content
     check_trained_once(program.policy, program.session.tree)
     assert program.session.summary()["rows"] == 1 and program.session.rows()["turn_numbers"] == [[2]]
+
+
+async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
+    program = await run(tmp_path, "chatml", ["the sum", "<think>so</think>is"])
+    session = program.session
+    program.session = Session.load(session.store, session.state.id)
+    assert program.session.rows() == session.rows()
+    assert program.session.recorded(1) == session.recorded(1)
+    await program.ask([*program.seen[-1], user("and?")])
+    check_trained_once(program.policy, program.session.tree)
+    assert program.session.summary()["rows"] == 1
 
 
 async def test_session_limits_end_it_and_say_which(tmp_path):
