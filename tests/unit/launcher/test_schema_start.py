@@ -22,6 +22,7 @@ from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_lau
 from recipe.atropos.launch_services import check_start, parse_arguments, prepare_model
 from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
 from recipe.atropos.launcher.run_plan import plan_run
+from recipe.atropos.launcher.sglang import check_ports
 from recipe.atropos.terminal import progress as progress_module
 from recipe.atropos.utils.process import unstopped
 
@@ -274,3 +275,13 @@ def test_own_interpreter_of_one_of_several_environments():
     a, b = environment_specs(load_config(["preset=demo", *options])).values()
     assert (a.interpreter, b.interpreter) == ("shared", str(Path.home() / "v/python"))
     check_target(a)
+
+
+def test_schema_start_takes_a_port_that_another_run_has_just_left():
+    """Its connections wait there for a minute (TIME_WAIT), as SGLang's do, which closes them first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()
+            assert client.recv(1) == b""
+    check_ports(load_config(["preset=demo", f"inference.port={port}", "inference.host=127.0.0.1"]))
