@@ -137,7 +137,7 @@ PROGRAMS = {
     "pydantic-ai, tool": Program(
         "pydantic_ai_agent:solve", ("pydantic-ai-slim", "openai"), ("pydantic-ai-slim[openai]==2.62.0",)
     ),
-    # Its harness is a program of its own for every session, which takes three seconds of a core to start.
+    # Its harness is a program of its own for every session, whose start is most of the time.
     "verifiers, tool": Program("word_problems_v1", ("verifiers",), ("verifiers==0.4.0", "uv==0.13.9"), held_out=25),
 }
 

@@ -13,7 +13,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -244,8 +243,20 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
     stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:
         service.posts[key], service.posting[key] = len(groups), stored
-    stored.add_done_callback(partial(_index, service, groups, entries, begun, key))
-    await asyncio.shield(stored)
+    indexed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def index(stored: "asyncio.Future[None]") -> None:
+        """Called as soon as they are stored, also if the client has left, in the order of the writes."""
+        try:
+            stored.result()
+            _index(service, groups, entries, begun, key)
+        except Exception as error:  # is the poster's
+            indexed.set_exception(error)
+        else:
+            indexed.set_result(None)
+
+    stored.add_done_callback(index)
+    await asyncio.shield(indexed)
 
 
 def _index(
@@ -254,11 +265,8 @@ def _index(
     entries: Sequence[Entry],
     begun: Entry | None,
     key: str | None,
-    stored: "asyncio.Future[None]",
 ) -> None:
-    """Let the index follow the store, also if the client has left, in the order of the writes: a reset is one."""
-    if stored.exception() is not None:
-        return  # and ``posting`` keeps it: whoever posts them again is told so, too
+    """Let the index follow the store, in the order of the writes: a reset is one."""
     for entry in entries:
         service.known(entry)
         if begun is None:

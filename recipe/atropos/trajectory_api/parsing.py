@@ -22,6 +22,10 @@ _OPEN = ord("[")
 _parser = simdjson.Parser()
 
 
+class _Unusual(ValueError):  # noqa: N818  (not an error: ``from_mapping`` decides)
+    """The fast path does not handle this body."""
+
+
 def parse_json(body: bytes, several: bool) -> list[ScoredGroup]:
     """Return the groups of a JSON body; ``several``: it is a list.
 
@@ -30,7 +34,7 @@ def parse_json(body: bytes, several: bool) -> list[ScoredGroup]:
     """
     try:
         fast = _fast(body, several)
-    except (AttributeError, TypeError, ValueError, RuntimeError):  # simdjson's too
+    except (TypeError, ValueError, RuntimeError):  # simdjson's, and ``_Unusual``
         groups = _load(body)
     else:
         return [group.checked() for group in fast]
@@ -68,14 +72,23 @@ def _fast(body: bytes, several: bool) -> list[ScoredGroup]:
     """Read a body of the usual form by simdjson, whose objects must all be gone before the next call.
 
     Raises:
-        AttributeError, TypeError, ValueError, RuntimeError: it has another form.
+        TypeError, ValueError, RuntimeError: it has another form.
     """
     document = _parser.parse(body)
-    found = [_fast_group(group) for group in (document if several else [document])]
+    if not isinstance(document, simdjson.Array if several else simdjson.Object):
+        raise _Unusual
+    brackets = int(several)
+    groups = []
+    for group in document if several else (document,):
+        if not isinstance(group, simdjson.Object):
+            raise _Unusual
+        found, of_group = _fast_group(group)
+        groups.append(found)
+        brackets += of_group
     # simdjson flattens nested lists; only their brackets tell [1, [2]] from [1, 2].
-    if np.count_nonzero(np.frombuffer(body, np.uint8) == _OPEN) != several + sum(brackets for _, brackets in found):
-        raise ValueError
-    return [group for group, _ in found]
+    if np.count_nonzero(np.frombuffer(body, np.uint8) == _OPEN) != brackets:
+        raise _Unusual
+    return groups
 
 
 def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
@@ -86,7 +99,7 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
     scores, env_id, brackets = None, None, 0
     keys = list(group.keys())
     if len(set(keys)) != len(keys):  # the last value counts, as in Python's json
-        raise ValueError
+        raise _Unusual
     for key in keys:
         value = group[key]
         if value is None:
@@ -97,7 +110,7 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
             kind, dtype = ("d", np.float64) if key in FLOATS else ("i", np.int64)
             flat[key] = np.frombuffer(value.as_buffer(of_type=kind), dtype)
             if rows != lengths or -1 in rows or len(flat[key]) != sum(rows):
-                raise ValueError
+                raise _Unusual
             brackets += 1 + len(rows)
         elif key == "scores" and isinstance(value, simdjson.Array):
             scores = np.frombuffer(value.as_buffer(of_type="d"), np.float64)
@@ -110,11 +123,13 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
             if key in FIELDS:
                 raw[key] = text
         else:
-            raise ValueError
+            raise _Unusual
     if scores is None or not {"tokens", "masks"} <= flat.keys() or len(scores) != len(lengths or ()):
-        raise ValueError
-    tokens, masks = flat.pop("tokens"), flat.pop("masks")
-    return ScoredGroup(np.array(lengths, np.int64), tokens, masks, scores, flat, raw, env_id), brackets
+        raise _Unusual
+    floats = {name: flat[name] for name in FLOATS if name in flat}
+    return ScoredGroup(
+        np.array(lengths, np.int64), flat["tokens"], flat["masks"], scores, floats, raw, env_id
+    ), brackets
 
 
 def _load(body: bytes) -> Any:

@@ -277,7 +277,7 @@ def test_own_interpreter_of_one_of_several_environments():
     check_target(a)
 
 
-def test_schema_start_takes_a_port_that_another_run_has_just_left():
+def test_schema_start_takes_a_port_that_a_run_has_just_left():
     """Its connections wait there for a minute (TIME_WAIT), as SGLang's do, which closes them first."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
