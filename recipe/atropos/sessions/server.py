@@ -127,8 +127,11 @@ class SessionServer:
         """End sessions whose time is over, and report what became of all, until canceled."""
         while True:
             try:
-                for session in list(self._sessions.values()):
+                while (identifier := self.store.take_due(time.time())) is not None:
+                    session = self._loaded(identifier)
                     session.settle(self._reports)
+                    self._forget_ended(session)
+                    await asyncio.sleep(0)  # after a restart there may be thousands
                 self._reports.write()
             except Exception as error:  # the disk is full, perhaps
                 logger.error("sessions cannot be counted: %s", error)
@@ -219,9 +222,12 @@ class SessionServer:
         answer = session.answer()
         if (again := self._groups.ended(session)) is not None:
             answer["again"] = self._access(request, again)
+        self._forget_ended(session)
+        return _json(answer)
+
+    def _forget_ended(self, session: Session) -> None:
         if session.state.end is not None and not self._groups.holds(session):
             self._forget(session)
-        return _json(answer)
 
     def _forget(self, session: Session) -> None:
         """Free the memory of a session; what is asked later is loaded again."""

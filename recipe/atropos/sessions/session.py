@@ -169,7 +169,10 @@ class Session:
         return session
 
     def save(self) -> None:
-        self.store.put_session(self.state.id, msgspec.json.encode(self.state))
+        state, seconds = self.state, self.state.limits.seconds
+        due = None if seconds is None or state.counted else state.created + seconds
+        at_once = state.finished and not state.counted
+        self.store.put_session(state.id, msgspec.json.encode(state), 0.0 if at_once else due)
 
     # ------------------------------------------------------------------ requests
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from recipe.atropos.errors import AtroposError
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS sessions (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL, due REAL
+);
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, state BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
     session TEXT, number INTEGER, request BLOB, delivered INTEGER, record BLOB, crc INTEGER,
@@ -41,14 +43,22 @@ class SessionStore:
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_TABLES)
+            if "due" not in [name for _, name, *_ in self._database.execute("PRAGMA table_info(sessions)")]:
+                self._database.execute("ALTER TABLE sessions ADD COLUMN due REAL")  # of an older run
+            self._database.execute("CREATE INDEX IF NOT EXISTS sessions_due ON sessions (due)")
 
     def close(self) -> None:
         self._database.close()
 
-    def put_session(self, session: str, state: bytes) -> None:
-        """Store a session's state. The newest ``_KEPT`` sessions are kept, with their turns."""
-        query = "INSERT INTO sessions (id, state) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state"
-        row = self._database.execute(query, (session, state)).lastrowid
+    def put_session(self, session: str, state: bytes, due: float | None = None) -> None:
+        """Store a session's state; ``take_due`` returns it once ``due``, in seconds since 1970, is over. The newest
+        ``_KEPT`` sessions are kept, with their turns.
+        """
+        query = (
+            "INSERT INTO sessions (id, state, due) VALUES (?, ?, ?)"
+            " ON CONFLICT (id) DO UPDATE SET state = excluded.state, due = excluded.due"
+        )
+        row = self._database.execute(query, (session, state, due)).lastrowid
         if row and row % _PRUNED_EVERY == 0:
             old = "SELECT id FROM sessions WHERE number <= ?"
             self._database.execute(f"DELETE FROM turns WHERE session IN ({old})", (row - _KEPT,))
@@ -57,6 +67,13 @@ class SessionStore:
     def session(self, session: str) -> bytes | None:
         found = self._database.execute("SELECT state FROM sessions WHERE id = ?", (session,)).fetchone()
         return found and found[0]
+
+    def take_due(self, now: float) -> str | None:
+        """Return the id of a session that is due, each of them once; None: there is none."""
+        first = "SELECT id FROM sessions WHERE due <= ? ORDER BY due LIMIT 1"
+        query = f"UPDATE sessions SET due = NULL WHERE id = ({first}) RETURNING id"
+        found = self._database.execute(query, (now,)).fetchall()
+        return found[0][0] if found else None
 
     def put_group(self, group: str, state: bytes) -> None:
         """Store a group that is not posted yet."""

@@ -1,5 +1,6 @@
 """What the session server counts of sessions that no environment counts."""
 
+import sqlite3
 import time
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
@@ -7,6 +8,7 @@ from helpers.waiting import until
 from recipe.atropos.report.facts import sessions as rows_of_sessions
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.run.folder import ELSEWHERE
+from recipe.atropos.sessions.store import SessionStore
 from recipe.atropos.utils.files import read_lines
 from recipe.atropos.watchdog.history import EnvironmentHistory
 from recipe.atropos.watchdog.rules.environments import agent_finding
@@ -52,6 +54,34 @@ def test_sessions_from_elsewhere_are_counted_once(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("{}")
     [row] = rows_of_sessions(read_history(tmp_path / "run"))
     assert row[:6] == ["my_env", 4, "crashed 1, no_turn 1, seconds 1", 0, "message_edited 1", 1]
+
+
+def test_sessions_that_nobody_asks_for_are_counted(tmp_path, monkeypatch):
+    """Those that left memory, and those whose time is over while the server is away."""
+    monkeypatch.setattr("recipe.atropos.sessions.server._IN_MEMORY", 1)
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"])) as sessions:
+        asked, _ = (sessions.open(env="a", limits={"seconds": 1.0}) for _ in range(2))
+        sessions.ask(asked)
+        stored = SessionStore(sessions.server.store.path, read_only=True)
+        until(lambda: b'"end":"seconds"' in stored.session(asked["id"]))
+        stored.close()
+        sessions.open(env="a", limits={"seconds": 0.5})
+        sessions.stop()
+        time.sleep(0.6)
+        sessions.start()
+        until(lambda: sessions.counts("a") == {"ended": 3, "turns": 1, "sampled": 2, "failed/seconds": 3})
+
+
+def test_sessions_of_an_older_database_go_on(tmp_path):
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"])) as sessions:
+        opened = sessions.open()
+        sessions.stop()
+        with sqlite3.connect(sessions.server.store.path) as database:
+            database.execute("DROP INDEX sessions_due")
+            database.execute("ALTER TABLE sessions DROP COLUMN due")
+        sessions.start()
+        assert sessions.ask(opened)[0] == 200
+        assert ended(sessions, opened, reward=1.0)["turns"] == 1
 
 
 def test_sessions_from_elsewhere_raise_the_alarms_of_agents(tmp_path):
