@@ -61,6 +61,17 @@ def test_secret_flags_reach_a_process_that_prints_none():
     assert set(json.loads(listens.stdout)["listens"]) != {"127.0.0.1"}
 
 
+def test_rendezvous_at_an_address_of_another_machine_is_named():
+    code = (
+        "from recipe.atropos.utils.private_process import bind_rendezvous\nimport torch.distributed as ranks\n"
+        "bind_rendezvous()\nranks.init_process_group('gloo', 'tcp://198.51.100.1:29511', rank=0, world_size=1)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    error = told.stderr.splitlines()[-1]
+    assert "torch's rendezvous: Cannot assign" in error and "'198.51.100.1', 29511" in error, told.stderr
+    assert "--node-ip-address" in error
+
+
 def test_schema_start_checks_flags_of_an_environment(tmp_path):
     config = load_config(["preset=demo", "environment.args.sed=1"])
     with pytest.raises(ConfigurationError) as refusal:

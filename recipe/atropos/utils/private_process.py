@@ -73,7 +73,11 @@ def bind_rendezvous() -> None:
         if rank != 0 or address is None or rendezvous._torchelastic_use_agent_store():
             return create(hostname, port, rank, world_size, timeout, *args, **kwargs)
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
-        listener = socket.create_server((str(address), port), family=family, backlog=2048)
+        try:
+            listener = socket.create_server((str(address), port), family=family, backlog=2048)
+        except OSError as error:
+            advice = "give Ray an address of this node: ray start --node-ip-address=ADDRESS"
+            raise OSError(error.errno, f"torch's rendezvous: {error.strerror}; {advice}") from error  # has the address
         return rendezvous.TCPStore(
             host_name=hostname,
             port=listener.getsockname()[1],

@@ -223,6 +223,7 @@ FAULTS = {
     "policy_broken": [policy_broken, policy_broken_and_trained_on],
     "wrong_group_size": [partial(ends, items=8, not_sent__wrong_size=8)],
     "groups_refused": [partial(ends, items=8, not_sent__malformed=8), partial(ends, items=16, not_sent__no_group=16)],
+    "teacher_missing": [partial(ends, items=20, groups_sent=20, teacher_missing=16)],
     "agent_does_not_end": [
         # Each failed session is run twice; some groups are sent all the same, of fewer rows.
         partial(agent_ends, sessions__ended=200, sessions__failed__seconds=104, groups_sent=16),

@@ -1,4 +1,4 @@
-"""Rules about environments that produce nothing, or are silent, and about agents, each threshold beside its reason."""
+"""Rules about environments that produce nothing or are silent, their teachers and agents, thresholds with reasons."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 # tenth of its sessions, so many in a row call none once in 850 times.
 _SESSIONS = 64
 _MOST_SESSIONS = 0.5  # of them: such a session has no reward, so the groups lose half of their rows
-_SEE = "see what it does with python -m recipe.atropos inspect RUN --sessions"
+_SEE = "see python -m recipe.atropos inspect RUN --sessions"
 
 
 @alarm(
@@ -241,6 +241,21 @@ def _recent(environment: EnvironmentHistory) -> tuple[float, int | None, Counter
 def _finding(environment: EnvironmentHistory, alarm: str, seen: str, since: float, step: int | None) -> Finding:
     log = f"; see {environment.log}" if environment.log else ""
     return Finding(alarm, seen + log, since, step, environment.name)
+
+
+@alarm(
+    "teacher_missing",
+    means="at least half of an environment's groups have no logprobs of their teacher",
+    advice="see why in its log; start the server that environment.args.teacher or .credit.teacher names",
+    chart="outcomes",
+)
+def teacher_findings(history: History, now: float) -> Iterator[Finding]:
+    """Yield at most one finding of each environment."""
+    for environment in history.environments.values():
+        since, step, new = _recent(environment)
+        if new["teacher_missing"] >= max(_DRY, _MOST * new["items"]):
+            text = f"{new['teacher_missing']} groups of the last {new['items']} items have none"
+            yield _finding(environment, "teacher_missing", text, since, step)
 
 
 # ---------------------------------------------------------------- agents, whose runs are sessions
