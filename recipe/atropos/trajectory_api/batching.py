@@ -212,6 +212,7 @@ class Queue:
             env.begun += entry.size
         if entry.due:
             bisect.insort(self.order, entry, key=Entry.place)
+            self._end = None
         else:
             self._begin_to_want(env)
             env.waiting.append(entry)
@@ -219,7 +220,6 @@ class Queue:
                 env.waiting = deque(sorted(env.waiting, key=lambda other: other.id))
         if not entry.is_open:
             self._count(entry, 1)
-        self._end = None
 
     def claim(self, number: int | None) -> Entry | None:
         """Return an open ticket, which is ended only by ``close`` from now on; None if it is not open."""
