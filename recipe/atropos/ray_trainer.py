@@ -31,6 +31,7 @@ from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import (
+    NO_TEACHER,
     ConversionReport,
     Row,
     RowLimits,
@@ -313,16 +314,11 @@ class RayGRPOAtroposTrainer:
         """Run the optimizer steps of the batch; if rejection left no token at all, only count the batch.
 
         ``meanwhile(batch)`` is called while the ranks are at work: what none of them waits for.
-
-        Raises:
-            NothingToTrain: the loss is distillation only, and no row of the batch has a teacher.
         """
-        if not self.config.trainer.atropos.distillation.use_policy_loss and "teacher_ids" not in batch.batch:
-            raise NothingToTrain(
-                "trainer.atropos.distillation.use_policy_loss=false, but no row of this batch has distill_token_ids "
-                "and distill_logprobs; let the environment send them, or set it to true"
-            )
-        if not batch.batch["response_mask"].any():
+        learned = batch.batch["response_mask"].bool().any(-1)
+        if self.limits.needs_teacher:
+            learned &= (batch.batch["teacher_logprobs"] > NO_TEACHER).flatten(1).any(-1)
+        if not learned.any():
             logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
             self.metrics["atropos/batches_without_token"] = 1
             meanwhile(batch)
@@ -330,7 +326,7 @@ class RayGRPOAtroposTrainer:
         if has_several_rows(batch):
             batch.batch["trajectory_share"] = shares_of(batch)
         with marked_timer("update_actor", self.timing_raw):
-            metrics = self.actor.update(batch, partial(meanwhile, batch))
+            metrics = self.actor.update(batch, learned, partial(meanwhile, batch))
         self.metrics |= reduce_metrics(metrics)
 
     def _push_weights(self) -> None:
@@ -436,6 +432,7 @@ class RayGRPOAtroposTrainer:
 
     def _save_checkpoint(self) -> None:
         """Save a checkpoint; on DiskFull, nothing is left of it, but older ones may have been removed to make room."""
+        self.actor.deadline = math.inf  # whatever is left of the step's
         keep, scores = self.config.trainer.max_actor_ckpt_to_keep, heldout_scores(self.config.run.dir)
         digests: dict[str, str] = {}
         about = self._model_identity, scores, self.record.totals.batches, digests

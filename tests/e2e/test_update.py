@@ -25,7 +25,6 @@ from helpers.gradients import (
     weighted,
 )
 from helpers.loss import distilling
-from recipe.atropos.data.data_proto import groups_to_data_proto
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
@@ -310,14 +309,3 @@ def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, gro
     assert_gradient(update, total)
     assert update.metrics["actor/distillation_loss"] > 0
     assert ("actor/pg_loss" in update.metrics) == use_policy_loss
-
-
-def test_distillation_alone_without_a_teacher_is_an_error(trainer, plain, groups):
-    """The message says what is missing."""
-    batch, _ = groups_to_data_proto(groups, trainer.limits, trainer.mini_batch_size)
-    trainer.config.trainer.atropos.distillation.use_policy_loss = False
-    try:
-        with pytest.raises(RuntimeError, match="use_policy_loss=false, but no row of this batch has distill_token_ids"):
-            trainer._update_actor(batch, meanwhile=trainer._describe)
-    finally:
-        trainer.config.trainer.atropos.distillation.use_policy_loss = True

@@ -1,8 +1,11 @@
 """Steps of the trainer and its record, without ranks: what is dropped, compared, sent to the ranks and restored."""
 
 import contextlib
+import math
 import os
 import signal
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,7 @@ from helpers.runs import metrics_line, write_lines
 from helpers.trainer import compose_config
 from recipe.atropos import fsdp_workers, ray_trainer
 from recipe.atropos.algorithm.advantages import RunningMoments
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.errors import ConfigurationError, NothingToTrain, Preempted
@@ -125,6 +129,23 @@ def test_a_batch_is_filled_by_trajectories(trainer):
         trainer._next_batch()
 
 
+def test_empty_batches_are_those_without_a_teacher_to_learn_from(trainer):
+    """Also if it is away for a while: a batch that ends the run would come again, and end the next."""
+    taught, plain = a_group([POLICY] * 2), a_group([POLICY] * 2)
+    taught |= {"distill_token_ids": [[[0], [5]], [[0], [6]]], "distill_logprobs": [[[-0.5], [-0.5]]] * 2}
+    trainer.limits = replace(LIMITS, needs_teacher=True)
+    trainer.data_source, told = batches_of([plain, plain], [plain, taught])
+    batch = trainer._next_batch()
+    assert told == [1] and trainer.record.totals.dropped == {"no_teacher": 4} and trainer.metrics["atropos/rows"] == 4
+    sent = []
+    trainer.actor.update = lambda batch, learned, meanwhile: sent.append(learned.tolist()) or {}
+    trainer._update_actor(batch, meanwhile=print)
+    assert sent == [batch.non_tensor_batch["has_teacher"].tolist()] and sum(sent[0]) == 2
+    batch.batch["response_mask"][batch.non_tensor_batch["has_teacher"]] = 0
+    trainer._update_actor(batch, meanwhile=lambda _: None)
+    assert len(sent) == trainer.metrics["atropos/batches_without_token"] == 1
+
+
 def test_empty_batches_end_the_run_with_reasons_by_environment(trainer):
     trainer.config.trainer.atropos.max_empty_batches = 2
     named = a_group([POLICY - 2] * 2)
@@ -133,6 +154,17 @@ def test_empty_batches_end_the_run_with_reasons_by_environment(trainer):
     with pytest.raises(NothingToTrain, match="gsm8k_0: stale 4; unknown: future_version 2") as ended:
         trainer._next_batch()
     assert "trainer.atropos.max_empty_batches=2 batches in a row had nothing to train on" in str(ended.value)
+
+
+def test_a_checkpoint_has_the_whole_limit_of_the_ranks(trainer, tmp_path):
+    """Not what a long step and a slow push have left of the step's."""
+    limits = []
+    trainer.actor.deadline = time.monotonic()
+    trainer.actor.save = lambda folder, step: limits.append(trainer.actor.deadline) or {}
+    trainer.checkpoints, trainer._model_identity = Checkpoints(tmp_path / "checkpoints"), {}
+    trainer.data_source = SimpleNamespace(commit=lambda _: None)
+    trainer._save_checkpoint()
+    assert limits == [math.inf]
 
 
 @pytest.mark.parametrize("save_freq", [20, -1])

@@ -42,7 +42,7 @@ from recipe.atropos.verl_ext.algorithm import (
 )
 from recipe.atropos.verl_ext.batch import DataProto
 
-_ADDED = ("token_level_rewards", "response_mask", "rollout_is_weights", "advantages", "returns")
+_ADDED = ("token_level_rewards", "sampled_mask", "response_mask", "rollout_is_weights", "advantages", "returns")
 _EPSILON = 1e-8
 
 
@@ -110,7 +110,8 @@ def add_advantages(
             values[torch.from_numpy(real)] = rows.batch[key]
         batch.batch[key] = values
     batch.non_tensor_batch["has_signal"] = np.zeros(len(batch), dtype=bool)
-    batch.non_tensor_batch["has_signal"][real] = rows.non_tensor_batch["has_signal"]
+    for key in ("has_signal", "credit"):
+        batch.non_tensor_batch[key][real] = rows.non_tensor_batch[key]
     return metrics
 
 

@@ -88,21 +88,27 @@ def lay_out(
 
 
 def update_actor(
-    workers: RayWorkerGroup, batch: DataProto, settings: DictConfig, mini_batches: int, ranks: int
+    workers: RayWorkerGroup,
+    batch: DataProto,
+    learned: torch.Tensor,
+    settings: DictConfig,
+    mini_batches: int,
+    ranks: int,
 ) -> dict[str, Any]:
     """Run ``ppo_epochs`` epochs, with one optimizer step per mini-batch, on a batch ordered by ``lay_out``.
 
-    A mini-batch without a trained token is skipped: with momentum or weight decay its step would move the policy. The
-    learning-rate schedule advances once for the whole batch, as in verl.
+    A mini-batch of which nothing is learned is skipped: with momentum or weight decay its step would move the policy.
+    The learning-rate schedule advances once for the whole batch, as in verl.
 
     Args:
-        batch: has the tensors that the actor needs, and at least one trained token.
+        batch: has the tensors that the actor needs.
+        learned: (B,) bool, the rows that the loss depends on, one at least.
         settings: ``actor_rollout_ref.actor``.
 
     Returns:
         Metrics for verl's ``reduce_metrics``, with the numbers of used and skipped mini-batches under ``atropos/``.
     """
-    kept = batch.batch["response_mask"].bool().any(-1).view(ranks, mini_batches, -1).any(-1).any(0)  # of mini-batches
+    kept = learned.view(ranks, mini_batches, -1).any(-1).any(0)  # of mini-batches
     steps = int(kept.sum())
     lacking = mini_batches - steps
     if lacking:

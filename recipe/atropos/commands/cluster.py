@@ -47,7 +47,14 @@ def main(given: argparse.Namespace) -> int:
 
 
 def job(kind: str, nodes: int, overrides: Sequence[str]) -> str:
-    """Return the job for "sbatch", "skypilot" or "kuberay" that trains with ``overrides`` on so many nodes."""
+    """Return the job for "sbatch", "skypilot" or "kuberay" that trains with ``overrides`` on so many nodes.
+
+    Raises:
+        ConfigurationError: whenever it is requeued, it would begin anew.
+    """
+    key, mode = "trainer.resume_mode", dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each)
+    if mode.get(key, "auto") != "auto":
+        raise ConfigurationError(f"{key}={mode[key]}: a job that is requeued would begin there again; leave it out")
     template = importlib.resources.files("recipe.atropos.config").joinpath("jobs", kind).read_text()
     values = {
         "NODES": str(nodes),

@@ -254,6 +254,11 @@ def _algorithm(config: DictConfig) -> Rules:
         f"algorithm.adv_estimator={estimator} needs actor_rollout_ref.actor.calculate_sum_pi_squared=true",
     )
     yield (
+        config.actor_rollout_ref.actor.calculate_sum_pi_squared and config.actor_rollout_ref.model.use_fused_kernels,
+        "actor_rollout_ref.actor.calculate_sum_pi_squared=true needs whole logits, which "
+        "actor_rollout_ref.model.use_fused_kernels=true does not make; drop one of them",
+    )
+    yield (
         "old_log_probs" in needs.tensors and config.algorithm.rollout_correction.bypass_mode,
         f"algorithm.adv_estimator={estimator} needs the forward pass that is saved by "
         "algorithm.rollout_correction.bypass_mode=true; set it to false",
@@ -394,7 +399,9 @@ def _micro_batches(config: DictConfig) -> Rules:
         f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={rollout.log_prob_use_dynamic_bsz} with "
         f"actor.use_dynamic_bsz={actor.use_dynamic_bsz}: verl's actor has one for both; leave the former out",
     )
-    referenced = actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    model = config.actor_rollout_ref.model
+    # With an adapter, the actor computes the reference, without it.
+    referenced = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not model.lora_rank
     for section, name, dynamic, used in (
         (actor, "actor.ppo", actor.use_dynamic_bsz, True),
         (rollout, "rollout.log_prob", actor.use_dynamic_bsz, True),

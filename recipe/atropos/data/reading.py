@@ -89,6 +89,10 @@ def read_groups(
         for reason, sequences in Counter(row.reason for row in dropped).items():
             report.drop(environment, reason, sequences)
         report.events += events  # += removes counts of 0
+    if limits.needs_teacher and not report.events["teacher"]:
+        for row in rows:
+            report.drop(environment_name(row.env_name, row.env_id), Reason.NO_TEACHER, 1)
+        rows = []
     for reason in sorted(_FIXES.keys() & report.dropped.keys()):
         logger.error(
             "dropped %d sequences as %s: the policy has version %d, trainer.atropos.max_staleness=%s; %s",

@@ -54,6 +54,8 @@ class Reason(StrEnum):
     )
     OVERLONG_RESPONSE = "overlong_response", "longer than data.max_prompt_length + data.max_response_length"
 
+    NO_TEACHER = "no_teacher", "no sequence of its batch has a teacher, and distillation is the only loss"
+
     # The weight versions that sampled a sequence.
     FUTURE_VERSION = "future_version", "sampled by weights of an abandoned branch of the training"
     NOT_PUSHED = "not_pushed", "sampled by weights that no trainer pushed"

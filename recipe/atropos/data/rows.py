@@ -25,7 +25,7 @@ class RowLimits:
     A row within it is kept whole. ``overlong`` says what happens to a longer one: "drop" drops it, "truncate" cuts the
     end of its response, "error" raises. A prompt is never cut: its row would be trained in a context in which it was
     not sampled. If ``vocab_size`` is given, groups with tokens outside it (from another tokenizer) are refused.
-    ``read_teacher=False`` ignores the distillation fields.
+    ``read_teacher=False`` ignores the distillation fields; ``needs_teacher``: without them nothing is learned.
     """
 
     max_length: int
@@ -33,6 +33,7 @@ class RowLimits:
     overlong: Literal["drop", "truncate", "error"] = "drop"
     vocab_size: int | None = None
     read_teacher: bool = True
+    needs_teacher: bool = False
 
     @classmethod
     def from_config(cls, config: Any, pad_token_id: int, vocab_size: int | None) -> "RowLimits":
@@ -44,6 +45,7 @@ class RowLimits:
             overlong=atropos.overlong,
             vocab_size=vocab_size,
             read_teacher=atropos.distillation.loss_coef > 0,
+            needs_teacher=not atropos.distillation.use_policy_loss,
         )
 
 

@@ -194,15 +194,16 @@ class ActorGroup(LimitedWorkerGroup):
         """Save the ranks' part of the checkpoint ``folder``; return the digests of their files, by name in it."""
         return dict(ChainMap(*self.save_checkpoint(str(folder / "actor"), None, step)))
 
-    def update(self, batch: DataProto, meanwhile: Callable[[], object]) -> dict[str, Any]:
+    def update(self, batch: DataProto, learned: torch.Tensor, meanwhile: Callable[[], object]) -> dict[str, Any]:
         """Run the optimizer steps of one batch; return metrics for verl's ``reduce_metrics``. See ``mini_batches``.
 
-        ``meanwhile`` is called while the ranks are at work.
+        ``learned``, (B,) bool, are the rows that the loss depends on. ``meanwhile`` is called while the ranks work.
         """
         self.meanwhile.append(meanwhile)
         return update_actor(
             self,
             _select(batch, _FORWARD_KEYS + _UPDATE_KEYS),
+            learned,
             self.settings.actor,
             mini_batches=batch.meta_info.get("mini_batches", 1),
             ranks=self.data_parallel_size(),

@@ -7,6 +7,7 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_
 
 from helpers.trainer import compose_config
 from recipe.atropos.algorithm.advantages import KLCoefficient, RunningMoments, add_advantages
+from recipe.atropos.algorithm.metrics import batch_metrics
 from recipe.atropos.algorithm.off_policy import compare_with_engine, configure_bypass_mode, correct_rollout
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits
@@ -119,6 +120,27 @@ def rows_of(ratios, without=()):
     data.batch["old_log_probs"] = -2.0 + full.log()
     data.batch["token_level_rewards"] = data.batch["token_level_scores"].clone()
     return data
+
+
+def test_metrics_of_credit_count_turns_as_they_were_sampled():
+    """Not as rejection cuts them; and what an estimator made is no credit of the environment's."""
+    settings = ("rollout_is=null", "rollout_rs=token_k1", "rollout_rs_threshold=0.5_2.0")
+    for estimator in ("grpo_atropos", "rloo"):
+        config = compose_config(
+            f"algorithm.adv_estimator={estimator}", *(f"algorithm.rollout_correction.{each}" for each in settings)
+        )
+        rows = rows_of([[1.0, 1.0, 9.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+        rows.batch["atropos_advantages"] = torch.ones_like(rows.batch["old_log_probs"])
+        rows.non_tensor_batch["has_advantages"][:] = True
+        rows.non_tensor_batch["credit"][:] = "lam=0"
+        add_advantages(rows, config.algorithm, config.trainer.atropos, RunningMoments(), None)
+        assert rows.batch["response_mask"].sum() == 7
+        found = batch_metrics(rows)
+        if estimator == "rloo":
+            assert not [name for name in found if "/credit/" in name]
+        else:
+            shares = [found.get(f"atropos/credit/turn_share/{turn}") for turn in (1, 2, 3)]
+            assert shares == [pytest.approx(2 / 7), pytest.approx(5 / 7), None]
 
 
 def correction(**settings):

@@ -134,19 +134,20 @@ def test_mini_batches_calculate_the_entropy_where_it_is_used(asked, coefficient,
         {"calculate_entropy": asked, "entropy_coeff": coefficient, "ppo_epochs": 3, "data_loader_seed": 1}
     )
     workers = Workers()
-    metrics = update_actor(workers, batch, settings, mini_batches=2, ranks=1)
+    metrics = update_actor(workers, batch, torch.ones(4).bool(), settings, mini_batches=2, ranks=1)
     in_order = {"dataloader_kwargs": {"shuffle": False}}
     assert workers.told == {"calculate_entropy": calculated, "mini_batch_size": 2, "epochs": 3} | in_order
     assert workers.first_tokens == [0, 1, 2, 3]
     assert metrics == {"actor/loss": [0.0], "perf/mfu/actor": 0.5, "atropos/mini_batches": [2]}
 
 
-def test_mini_batches_without_a_trained_token_are_left_out():
+def test_mini_batches_of_which_nothing_is_learned_are_left_out():
     """Of three on two ranks, the second; the others keep their places."""
     batch = rows_to_data_proto(some_rows([12], [3] * 12), RowLimits(12, 0))
-    batch.batch["response_mask"][[0, 1, 2, 3, 6, 8, 9]] = 0  # of the first, the last row of the second rank is left
+    learned = torch.ones(12, dtype=torch.bool)
+    learned[[0, 1, 2, 3, 6, 8, 9]] = False  # of the first, the last row of the second rank is left
     workers, settings = Workers(), {"calculate_entropy": True, "ppo_epochs": 1, "data_loader_seed": 1}
-    metrics = update_actor(workers, batch, OmegaConf.create(settings), mini_batches=3, ranks=2)
+    metrics = update_actor(workers, batch, learned, OmegaConf.create(settings), mini_batches=3, ranks=2)
     assert workers.first_tokens == [0, 1, 4, 5, 6, 7, 10, 11] and workers.told["mini_batch_size"] == 4
     assert metrics["atropos/mini_batches"] == [2] and metrics["atropos/mini_batches_without_token"] == [1]
 

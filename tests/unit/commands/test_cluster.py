@@ -42,6 +42,12 @@ def test_cluster_jobs_train_with_the_options_on_all_nodes(kind):
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+def test_cluster_jobs_that_would_not_go_on_are_refused():
+    assert job("sbatch", 2, [*OPTIONS, "trainer.resume_mode=auto"])
+    with pytest.raises(ConfigurationError, match="^trainer.resume_mode=disable: a job that is requeued would"):
+        job("sbatch", 2, [*OPTIONS, "trainer.resume_mode=disable"])
+
+
 SLURM = {
     "srun": "trap 'kill $!' TERM\nsleep 100 & wait",
     "scontrol": """case $1 in show) echo here ;; requeue) echo "$2" >> requeued ;; esac""",

@@ -23,6 +23,7 @@ MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", f"{ACTOR}.ppo_max_tok
 CASES = {
     "algorithm.adv_estimator=optimal_token_baseline": "calculate_sum_pi_squared=true",
     f"{BASELINE} {CORRECTION}.bypass_mode=true": "needs the forward pass",
+    f"{BASELINE} actor_rollout_ref.model.use_fused_kernels=true": "needs whole logits",
     f"algorithm.adv_estimator=rloo {ATROPOS}.fallback_to_grpo=false": "or choose grpo_atropos",
     f"{ATROPOS}.use_advantages=false {ATROPOS}.fallback_to_grpo=false": "leave no advantage",
     "environment.credit={} algorithm.adv_estimator=rloo": (
@@ -94,6 +95,7 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         f"{ATROPOS}.distillation.loss_coef=1 {ATROPOS}.distillation.use_policy_loss=false",
         BASELINE,
         "actor_rollout_ref.model.lora_rank=8",
+        f"actor_rollout_ref.model.lora_rank=8 {ACTOR}.use_kl_loss=true {REF}.log_prob_use_dynamic_bsz=false",
         ADAPTER_ONLY,
         f"{ADAPTER_ONLY} inference.urls=[http://h:1]",
         f"{SHARED} {ACTOR}.ulysses_sequence_parallel_size=2 trainer.nnodes=2",
@@ -102,7 +104,7 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         "sessions.renderer=default sessions.tool_parser=qwen3.5",
         "sessions.renderer=glm-4.5",
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(changed_config(compose_config(*MODEL), overrides.split()))
