@@ -54,7 +54,7 @@ class Reason(StrEnum):
     )
     OVERLONG_RESPONSE = "overlong_response", "longer than data.max_prompt_length + data.max_response_length"
 
-    NO_TEACHER = "no_teacher", "no sequence of its batch has a teacher, and distillation is the only loss"
+    NO_TEACHER = "no_teacher", "no teacher in its batch, with distillation alone"
 
     # The weight versions that sampled a sequence.
     FUTURE_VERSION = "future_version", "sampled by weights of an abandoned branch of the training"
