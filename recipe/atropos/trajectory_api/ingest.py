@@ -294,7 +294,5 @@ def _index(
 async def hold(service: TrajectoryService, gone: Any) -> None:
     """Wait while the queue is full, at most ``hold_seconds``, or until the client is gone."""
     deadline = time.monotonic() + service.settings.hold_seconds
-    while service.full() and not gone():
-        if (remaining := deadline - time.monotonic()) <= 0:
-            return
-        await service.wait_for_change(remaining)
+    while not service.room.is_set() and not gone() and (remaining := deadline - time.monotonic()) > 0:
+        await service.wait_for_change(remaining, service.room)

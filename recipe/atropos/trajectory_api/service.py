@@ -99,6 +99,7 @@ class TrajectoryService:
         self.settings = settings
         self.store = TrajectoryStore(settings.data_dir, settings.durability)
         self._changed = asyncio.Event()
+        self.room = asyncio.Event()  # set unless the queue is full, as of the last change or second
         self._expecting = False  # whether ``advance`` is called once an announced request has not come
         self.cutting: asyncio.Future[None] | None = None
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
@@ -135,7 +136,7 @@ class TrajectoryService:
             self.queue.add(self.known(entry))
         if self.trainer is not None:
             self.set_batch_size(self.trainer)
-            self.advance()
+        self.changed()
 
     # ------------------------------------------------------------------ the index
 
@@ -247,12 +248,14 @@ class TrajectoryService:
     def changed(self) -> None:
         """Let environments take their turns, and wake all that wait for a batch or for room in the queue."""
         self.advance()
+        (self.room.clear if self.full() else self.room.set)()  # found once for all posts that are held
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for_change(self, seconds: float) -> None:
+    async def wait_for_change(self, seconds: float, event: asyncio.Event | None = None) -> None:
+        """Wait for any change, or for an event; at most a second, since some things change with time alone."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), min(seconds, _TICK))
+            await asyncio.wait_for((event or self._changed).wait(), min(seconds, _TICK))
 
     # ------------------------------------------------------------------ from start to end
 
@@ -270,7 +273,7 @@ class TrajectoryService:
             self.release_dead()
             self.forget_gone()
             self.release_hung()
-            self.advance()
+            self.changed()
             self.forget_posts()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
@@ -341,4 +344,3 @@ class TrajectoryService:
         """Take all groups out of the run, forget all registrations, and begin anew."""
         self._take(await self.store.write(database.reset, epoch=self.epoch, numbers=self._reserved))
         self.latest = None
-        self.changed()

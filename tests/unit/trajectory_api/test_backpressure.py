@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.services import group
-from helpers.trajectory_service import batch, begin, join, open_service, post, registration
+from helpers.trajectory_service import batch, batches, begin, join, open_service, post, registration
 from recipe.atropos.trajectory_api import batching, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
-from recipe.atropos.trajectory_api.endpoints import RequestRefused
+from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
 
 
 async def needs_evaluation(service):
@@ -20,6 +20,45 @@ async def needs_evaluation(service):
         await asyncio.wait_for(ingest.hold(service, lambda: False), 0.05)
         return False
     return True
+
+
+async def test_held_posts_cost_nothing_when_something_changes(tmp_path, monkeypatch):
+    """Whether the queue is full is found once, and none of them wakes; it is found after a restart too."""
+    plan, evaluations, looks = batching.Queue.plan, [], []
+    async with open_service(tmp_path, queue_tokens=1) as service:
+        await delivery.register(service, registration(4, after=0))
+        await post(service, 0)
+    async with open_service(tmp_path, queue_tokens=1) as service:
+        held = [asyncio.ensure_future(ingest.hold(service, lambda: looks.append(1))) for _ in range(100)]
+        monkeypatch.setattr(batching.Queue, "plan", lambda queue: evaluations.append(queue) or plan(queue))
+        for number in range(1, 11):
+            await post(service, number)
+            await asyncio.sleep(0)
+        assert len(evaluations) <= 20 and len(looks) == 100 and not any(post.done() for post in held)
+        assert await batches(service, *range(11)) == [*range(1, 12)]
+        await asyncio.gather(*held)
+
+
+async def test_held_posts_are_released_by_time_alone(tmp_path, monkeypatch):
+    """By the client's end, and when nobody asks any more for a group that had no room in the batch."""
+    monkeypatch.setattr(service_module, "_TICK", 0.01)
+    async with open_service(tmp_path, queue_tokens=1) as service:
+        await delivery.register(service, registration(8, after=0))
+        asks, posts = SimpleNamespace(gone=False), SimpleNamespace(gone=False)
+        await post(service, 0)
+        env, running = await join(service), asyncio.ensure_future(service.run())
+        asking = asyncio.ensure_future(ingest.begin(service, env, 8, wait=20, caller=Caller(gone=lambda: asks.gone)))
+        await asyncio.sleep(0.05)
+        left, held = (asyncio.ensure_future(ingest.hold(service, gone)) for gone in (lambda: posts.gone, lambda: False))
+        await asyncio.sleep(0.05)
+        assert not left.done() and not held.done() and service.full()
+        posts.gone = True
+        await asyncio.wait_for(left, 0.5)
+        assert not held.done()
+        asks.gone = True
+        await asyncio.wait_for(held, 0.5)
+        asking.cancel()
+        running.cancel()
 
 
 def parse_a_group(service, size):
