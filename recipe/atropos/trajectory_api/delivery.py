@@ -221,9 +221,10 @@ async def stock_batch(service: TrajectoryService) -> int | None:
     """Return the number of the batch for a trainer that uses no numbers: the next, or again one that was not written.
 
     Raises:
-        RequestRefused: 409, a trainer that uses numbered batches is live.
+        RequestRefused: 409, the trainer that registered last uses numbered batches, be it live or not.
     """
-    _refuse_while_live(service, "ask for batches by number, with its epoch")
+    if service.trainer is not None and service.trainer.numbers:  # else what it was sent would be acknowledged
+        raise RequestRefused(409, "this trainer's batches are numbered; call /register first")
     trainer = _poll_trainer(service, None)
     if service.delivered and service.served > service.cursor:
         service.cursor = service.served

@@ -11,7 +11,7 @@ from helpers.trajectory_service import batch, batches, begin, in_service, join, 
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
 from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
-from recipe.atropos.trajectory_api.service import FORGET_SECONDS
+from recipe.atropos.trajectory_api.service import FORGET_SECONDS, TRAINER_SECONDS
 
 
 async def test_no_batch_is_cut_while_others_are_requeued(service):
@@ -184,6 +184,21 @@ async def test_a_stock_trainer_gets_full_batches_after_another(tmp_path):
         for number, expected in ((2, [3, 4]), (3, [2, 5, 7, 8])):
             assert await delivery.stock_batch(service) == number and await batch(service, number) == expected
             delivery.stock_delivered(service, service.epoch, number, written=True)
+
+
+async def test_asking_without_number_takes_nothing_from_a_dead_one(tmp_path):
+    """A trainer that numbers its batches has died; what its checkpoint lacks is kept, and it counts as dead."""
+    async with open_service(tmp_path, retention="committed") as service:
+        await delivery.register(service, registration(4, after=0))
+        await post(service, *range(4))
+        assert await batches(service, 0, 1, 2) == [1, 2, 3]
+        await delivery.commit(service, 1)
+        service.trainer.seen -= TRAINER_SECONDS
+        with pytest.raises(RequestRefused, match="batches are numbered; call /register first") as refused:
+            await delivery.stock_batch(service)
+        assert refused.value.status == 409 and not service.trainer.live
+        assert (await delivery.register(service, registration(4, after=1)))["last"] == 3
+        assert await batches(service, 1, 2, 3) == [2, 3, 4] and await batch(service, 2) == [1]
 
 
 async def test_asking_by_number_takes_nothing_from_a_stock_trainer(service):
