@@ -81,6 +81,7 @@ class Api:
         if found.with_epoch and caller.epoch is None and service.trainer and service.trainer.numbers:
             raise RequestRefused(422, f"{path} without {wire.EPOCH_HEADER}: send the epoch that /register answered")
         answer = found.function(service, **arguments)
+        del arguments  # the function drops the body when it needs it no more
         if inspect.isawaitable(answer):
             answer = await answer
         return answer if isinstance(answer, web.StreamResponse) else _answer(answer)

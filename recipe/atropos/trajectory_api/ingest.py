@@ -164,9 +164,11 @@ async def scored_data(service: TrajectoryService, body: bytes, caller: Caller) -
     several, packed = caller.path == "/scored_data_list", caller.request.content_type == wire.PACKED
     groups = parse(service, body, packed, several, caller.ticket)
     await post(service, groups, caller.ticket, caller.key)
+    answer = {"status": "received", **({"groups_processed": len(groups)} if several else {})}
+    del body, groups  # which are stored, so that a post that is held keeps neither in memory
     if caller.ticket is None:
         await hold(service, caller.gone)
-    return {"status": "received", **({"groups_processed": len(groups)} if several else {})}
+    return answer
 
 
 def parse(

@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 import json
 import time
+import tracemalloc
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
+from aiohttp.test_utils import RawTestServer
 
 from helpers.services import group
 from helpers.trajectory_service import batch, batches, begin, join, open_service, post, registration
 from recipe.atropos.trajectory_api import batching, delivery, environments, ingest, status
 from recipe.atropos.trajectory_api import service as service_module
+from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
 
 
@@ -37,6 +41,29 @@ async def test_held_posts_cost_nothing_when_something_changes(tmp_path, monkeypa
         assert len(evaluations) <= 20 and len(looks) == 100 and not any(post.done() for post in held)
         assert await batches(service, *range(11)) == [*range(1, 12)]
         await asyncio.gather(*held)
+
+
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+async def test_held_posts_keep_no_body_in_memory(tmp_path, path):
+    """Nor what was read from it: the group is stored."""
+    body = {"tokens": [[1] * 20_000] * 4, "masks": [[1] * 20_000] * 4, "scores": [1.0] * 4}
+    body = json.dumps([body] if path.endswith("list") else body).encode()
+    async with open_service(tmp_path, queue_tokens=1) as service:
+        server = RawTestServer(Api(service).handle, auto_decompress=False)
+        async with server, aiohttp.ClientSession(server.make_url("")) as session:
+            await delivery.register(service, registration(4, after=0))
+            await post(service, 0)
+            tracemalloc.start()
+            held = []
+            for number in range(1, 25):
+                held.append(asyncio.ensure_future(session.post(path, data=body)))
+                while service.counts["received"] < number + 1:
+                    await asyncio.sleep(0.01)
+            kept, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert not any(post.done() for post in held) and kept < 10 * len(body), f"{kept / len(body):.1f} bodies"
+            assert await batches(service, *range(25)) == [*range(1, 26)]
+            assert {reply.status for reply in await asyncio.gather(*held)} == {200}
 
 
 async def test_held_posts_are_released_by_time_alone(tmp_path, monkeypatch):
