@@ -221,7 +221,8 @@ class Run:
         """Let the trainer end after the step that it trains, with a checkpoint; without one before its first step."""
         trainer = self.services.get("trainer")
         if trainer is not None and trainer.poll() is None:
-            os.kill(trainer.pid, signal.SIGUSR1)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and what it started has not
+                os.kill(trainer.pid, signal.SIGUSR1)
 
     def _restart(self, service: Service) -> None:
         policy = self.restart_policies.get(service.name)

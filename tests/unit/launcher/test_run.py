@@ -434,6 +434,15 @@ def test_run_that_is_preempted_fails_as_its_trainer_does(run, ending, error):
         run.check()
 
 
+def test_run_is_preempted_while_a_trainer_has_just_ended(run):
+    """Its process is gone, and what it started is not yet."""
+    trainer = run.start("trainer", ["bash", "-c", "sleep 100 & exit 75"])
+    until(lambda: not psutil.pid_exists(trainer.pid), 20)
+    assert trainer.poll() is None
+    run.preempt()
+    assert run.preempted
+
+
 def test_run_ends_its_servers_at_once_and_after_all_others(run, tmp_path):
     """Each takes seconds, and a preempted run has 180 s for all of them."""
     slow = f"trap 'sleep 2; date +%s.%N > {tmp_path}/$NAME; exit' TERM; echo begun; while :; do sleep 0.1; done"
