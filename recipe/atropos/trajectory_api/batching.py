@@ -215,9 +215,10 @@ class Queue:
             self._end = None
         else:
             self._begin_to_want(env)
-            env.waiting.append(entry)
-            if len(env.waiting) > 1 and env.waiting[-2].id > entry.id:
-                env.waiting = deque(sorted(env.waiting, key=lambda other: other.id))
+            if env.waiting and entry.id < env.waiting[-1].id:  # it is queued again
+                bisect.insort(env.waiting, entry, key=lambda other: other.id)
+            else:
+                env.waiting.append(entry)
         if not entry.is_open:
             self._count(entry, 1)
 

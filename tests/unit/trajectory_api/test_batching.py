@@ -109,6 +109,23 @@ def test_the_time_of_a_post_does_not_change_a_batch(tickets, batch_size, rng):
         assert batches(sequence, iter(lambda: rng.random() < 0.8, None)) == expected
 
 
+def test_an_older_group_is_not_compared_with_all_that_wait():
+    """One that is queued again, among very many."""
+    looks = []
+
+    class Counted(int):
+        def __lt__(self, other):
+            looks.append(other)
+            return int(self) < int(other)
+
+    queue = queue_of(8)
+    for id in (*range(2, 4000, 2), 4001, 1, 1001, 3999):
+        looks.clear()
+        queue.add(Entry(id, None, 4, id=Counted(id)))
+        assert len(looks) <= 12
+    assert [entry.id for entry in queue] == sorted([*range(2, 4000, 2), 4001, 1, 1001, 3999])
+
+
 def test_an_open_ticket_is_waited_for_by_name():
     queue = queue_of(4, [2, 2])
     queue.environment(7).name = "gsm8k_0"
