@@ -291,7 +291,7 @@ class Schedule:
     async def _post(self, env, size, ticket, weights):
         if not self.service.queue.takes(size):  # as ``parse`` does
             if ticket is not None:
-                self.service.release(ticket, "does_not_fit")
+                self.service.release("does_not_fit", ticket)
             return
         id = self.service.next_id
         place = ticket if ticket in self.service.queue.tickets else None

@@ -116,8 +116,7 @@ async def begin(
     if size < 1 or (service.queue.batch_size and size > service.queue.batch_size):
         raise RequestRefused(422, f"sequences={size}: give 1 to {service.queue.batch_size}, the batch size")
     known = {entry.number for entry in service.queue.tickets.values() if entry.env == env_id}
-    for number in () if held is None else known.difference(held):
-        service.release(number, "ticket_lost")
+    service.release("ticket_lost", *(() if held is None else known.difference(held)))
     issued: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
     queue = service.queue  # a reset makes another
     ask = BatchRequest(env_id, size, more, max(1, ahead or AHEAD), caller.gone, issued.set_result)
@@ -148,7 +147,7 @@ async def release(service: TrajectoryService, ticket: Int, reason: str = "unknow
         if environment is not None and detail:
             environment.failed, environment.failure = environment.failed + 1, one_line(detail)
     name = "".join(letter if letter.isalnum() else "_" for letter in reason[:64]) or "unknown"  # of a metric
-    ended = service.release(ticket, name)
+    ended = service.release(name, ticket)
     # Also of one that is not open: its end may not be stored yet, if this is a repetition.
     await (ended or service.store.write(database.end_tickets, [ticket]))
     return {"status": "not open" if ended is None else "released"}
@@ -194,7 +193,7 @@ def parse(
             environment = service.environments.touch(env) or service.environments.touch(entry.env if entry else None)
             service.count(f"refused/{error.reason}", n, environment)
         if ticket is not None:
-            service.release(ticket, error.reason)
+            service.release(error.reason, ticket)
         raise RequestRefused(422, str(error), reason=error.reason) from error
 
 

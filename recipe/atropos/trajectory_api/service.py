@@ -285,9 +285,8 @@ class TrajectoryService:
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
         alive = {environment.id for environment in self.environments if environment.alive}
-        dead = [entry for entry in self.queue.tickets.values() if entry.env not in alive]
-        for entry in dead:
-            self.release(entry.number, "environment_gone")
+        dead = [entry.number for entry in self.queue.tickets.values() if entry.env not in alive]
+        self.release("environment_gone", *dead)
 
     def release_hung(self) -> None:
         """Release tickets for which the trainer waits much longer than their environments' tickets usually take.
@@ -310,7 +309,7 @@ class TrajectoryService:
                 why = "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released"
                 logger.warning(why, self.last + 1, waited, entry.number, env.name, whose, usual)
                 self.queue.hung[entry.number] = entry
-                self.release(entry.number, "hung")
+                self.release("hung", entry.number)
 
     def forget_gone(self) -> None:
         """Forget environments that are long gone and have nothing in the queue; the totals keep what was counted."""
@@ -323,16 +322,17 @@ class TrajectoryService:
             del self.environments.by_id[number], self.queue.environments[number]
             self.store.write(database.forget_environment, number)
 
-    def release(self, ticket: int, reason: str) -> "asyncio.Future[None] | None":
-        """Release a ticket, and return the future of its durable end; None if it is not open."""
-        entry = self.queue.claim(ticket)
-        if entry is None:
+    def release(self, reason: str, *tickets: int) -> "asyncio.Future[None] | None":
+        """Release tickets, and return the future of their durable end; None if none is open."""
+        entries = [entry for ticket in tickets if (entry := self.queue.claim(ticket)) is not None]
+        for entry in entries:
+            self.queue.close(entry)
+            environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
+            self.count(f"released/{reason}", 1, environment)
+        if not entries:
             return None
-        self.queue.close(entry)
-        environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
-        self.count(f"released/{reason}", 1, environment)
         self.changed()
-        return self.store.write(database.end_tickets, [ticket])
+        return self.store.write(database.end_tickets, [entry.number for entry in entries])
 
     def forget_posts(self) -> None:
         """Forget old posts, if there are many."""

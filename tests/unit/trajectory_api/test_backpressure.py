@@ -255,6 +255,24 @@ async def test_an_environment_that_hangs_from_the_first_stops_nobody(service, cl
     assert not service.queue.hung
 
 
+@pytest.mark.parametrize("ending", ["dies", "lost them"])
+async def test_tickets_that_end_at_once_are_one_change(service, monkeypatch, ending):
+    """The turns, and what the queue holds, are found once for all of them."""
+    turn, turns = batching.Queue.turn, []
+    await delivery.register(service, registration(400, after=0))
+    env = await join(service)
+    tickets = [await begin(service, env) for _ in range(50)]
+    monkeypatch.setattr(batching.Queue, "turn", lambda queue: turns.append(queue) or turn(queue))
+    if ending == "dies":
+        service.environments.by_id[env].connected = False
+        service.release_dead()
+    else:
+        await ingest.begin(service, env, held=[tickets[0]])
+    assert len(turns) < 5 and service.counts.total() in (50, 49)
+    stored = await service.store.write(lambda connection: connection.execute("SELECT * FROM tickets").fetchall())
+    assert len(stored) == len(service.queue.tickets) == (0 if ending == "dies" else 2)
+
+
 async def test_two_posts_under_one_ticket_get_one_place(service):
     await delivery.register(service, registration(12, after=0, max_staleness=0))
     env = await join(service)
@@ -269,7 +287,7 @@ async def test_a_group_whose_ticket_has_ended_breaks_no_bound(tmp_path):
         await delivery.register(service, registration(8, after=0, max_staleness=0))
         env = await join(service)
         late = await begin(service, env)
-        await service.release(late, "environment_gone")
+        await service.release("environment_gone", late)
         tickets = [await begin(service, env), await begin(service, env)]
         await post(service, 0, env=env, ticket=late)
         for number, ticket in enumerate(tickets, start=1):
