@@ -43,7 +43,7 @@ from recipe.atropos.sessions.groups import GroupRequest, Groups
 from recipe.atropos.sessions.messages import KEEP_ALIVE, Asked, RequestError, Strict, error_body, event
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.session import Exchange, Session, SessionRequest, State
-from recipe.atropos.sessions.store import SessionStore
+from recipe.atropos.sessions.store import DamagedTurn, SessionStore
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.utils.sockets import serve
@@ -127,10 +127,14 @@ class SessionServer:
         """End sessions whose time is over, and report what became of all, until canceled."""
         while True:
             try:
-                while (identifier := self.store.take_due(time.time())) is not None:
-                    session = self._loaded(identifier)
-                    session.settle(self._reports)
-                    self._forget_ended(session)
+                for identifier in self.store.due(time.time()):
+                    try:
+                        session = self._loaded(identifier)
+                        session.settle(self._reports)
+                        self._forget_ended(session)
+                    except (DamagedTurn, msgspec.MsgspecError) as error:
+                        logger.error("session %s is not counted: %s", identifier, error)
+                        self.store.put_session(identifier, self.store.session(identifier) or b"", ended=True)
                     await asyncio.sleep(0)  # after a restart there may be thousands
                 self._reports.write()
             except Exception as error:  # the disk is full, perhaps

@@ -168,11 +168,14 @@ class Session:
             session.exchanges.setdefault(request, []).append(Exchange(number=number, delivered=delivered))
         return session
 
-    def save(self) -> None:
-        state, seconds = self.state, self.state.limits.seconds
+    def save(self, **changes: Any) -> None:
+        """Store the state with ``changes``, which are made once they are stored."""
+        state = msgspec.structs.replace(self.state, **changes)
+        at_once, seconds = state.finished and not state.counted, state.limits.seconds
         due = None if seconds is None or state.counted else state.created + seconds
-        at_once = state.finished and not state.counted
-        self.store.put_session(state.id, msgspec.json.encode(state), 0.0 if at_once else due)
+        ended = state.finished or self.is_late
+        self.store.put_session(state.id, msgspec.json.encode(state), 0.0 if at_once else due, ended)
+        self.state = state
 
     # ------------------------------------------------------------------ requests
 
@@ -186,8 +189,7 @@ class Session:
         failed = [exchange for exchange in known if exchange.failed]
         lost = [exchange for exchange in known if not (exchange.delivered or exchange.open or exchange.failed)]
         if found := lost or (known if retry and not failed else []):
-            self.state = msgspec.structs.replace(self.state, retries=self.state.retries + 1)
-            self.save()
+            self.save(retries=self.state.retries + 1)
             return found[-1]
         self.check()
         known[:] = [exchange for exchange in known if exchange not in failed[:1]] + [Exchange()]
@@ -224,17 +226,16 @@ class Session:
             fields = given
         elif state.end is None or (end == "reward" and (state.reward is None or not state.finished)):
             fields = {"end": end, **given}
-        self.state = msgspec.structs.replace(state, **fields)
-        self.save()
+        self.save(**fields)
 
     def settle(self, reports: Reports) -> None:
         """End the session if its time is over; count it, once, if it has ended for good."""
-        if self.is_late and self.state.end is None:
+        if (late := self.is_late) and self.state.end is None:
             self.finish("seconds")
-        if (self.state.finished or self.is_late) and not self.state.counted:
-            self.state = msgspec.structs.replace(self.state, counted=True)
-            self.save()
-            count_session(reports.of(self.state.env), self.answer())
+        if (self.state.finished or late) and not self.state.counted:
+            report = reports.of(self.state.env)
+            self.save(counted=True)
+            count_session(report, self.answer())
 
     def answer(self) -> dict[str, Any]:
         """Return its state and what happened in it."""

@@ -13,7 +13,7 @@ from recipe.atropos.errors import AtroposError
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (
-    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL, due REAL
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL, due REAL, ended INTEGER
 );
 CREATE TABLE IF NOT EXISTS groups (id TEXT PRIMARY KEY, state BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS turns (
@@ -43,37 +43,38 @@ class SessionStore:
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_TABLES)
-            if "due" not in [name for _, name, *_ in self._database.execute("PRAGMA table_info(sessions)")]:
-                self._database.execute("ALTER TABLE sessions ADD COLUMN due REAL")  # of an older run
-            self._database.execute("CREATE INDEX IF NOT EXISTS sessions_due ON sessions (due)")
+            columns = [name for _, name, *_ in self._database.execute("PRAGMA table_info(sessions)")]
+            for name, kind in (("due", "REAL"), ("ended", "INTEGER")):
+                if name not in columns:
+                    self._database.execute(f"ALTER TABLE sessions ADD COLUMN {name} {kind}")  # of an older run
+                self._database.execute(f"CREATE INDEX IF NOT EXISTS sessions_{name} ON sessions ({name})")
 
     def close(self) -> None:
         self._database.close()
 
-    def put_session(self, session: str, state: bytes, due: float | None = None) -> None:
-        """Store a session's state; ``take_due`` returns it once ``due``, in seconds since 1970, is over. The newest
-        ``_KEPT`` sessions are kept, with their turns.
+    def put_session(self, session: str, state: bytes, due: float | None = None, ended: bool = False) -> None:
+        """Store a session's state; it is among ``due`` once ``due``, in seconds since 1970, is over. With its turns it
+        is kept until ``_KEPT`` others are opened after it has ``ended``, or 5 times as many after it was opened.
         """
-        query = (
-            "INSERT INTO sessions (id, state, due) VALUES (?, ?, ?)"
-            " ON CONFLICT (id) DO UPDATE SET state = excluded.state, due = excluded.due"
+        query = (  # the number of the newest session says when it ended
+            "INSERT INTO sessions (id, state, due, ended)"
+            " VALUES (?, ?, ?, iif(?, (SELECT max(number) FROM sessions), NULL))"
+            " ON CONFLICT (id) DO UPDATE SET state = excluded.state, due = excluded.due, ended = excluded.ended"
         )
-        row = self._database.execute(query, (session, state, due)).lastrowid
+        row = self._database.execute(query, (session, state, due, ended)).lastrowid
         if row and row % _PRUNED_EVERY == 0:
-            old = "SELECT id FROM sessions WHERE number <= ?"
-            self._database.execute(f"DELETE FROM turns WHERE session IN ({old})", (row - _KEPT,))
-            self._database.execute("DELETE FROM sessions WHERE number <= ?", (row - _KEPT,))
+            old, until = "ended <= ? OR number <= ?", (row - _KEPT, row - 5 * _KEPT)
+            self._database.execute(f"DELETE FROM turns WHERE session IN (SELECT id FROM sessions WHERE {old})", until)
+            self._database.execute(f"DELETE FROM sessions WHERE {old}", until)
 
     def session(self, session: str) -> bytes | None:
         found = self._database.execute("SELECT state FROM sessions WHERE id = ?", (session,)).fetchone()
         return found and found[0]
 
-    def take_due(self, now: float) -> str | None:
-        """Return the id of a session that is due, each of them once; None: there is none."""
-        first = "SELECT id FROM sessions WHERE due <= ? ORDER BY due LIMIT 1"
-        query = f"UPDATE sessions SET due = NULL WHERE id = ({first}) RETURNING id"
-        found = self._database.execute(query, (now,)).fetchall()
-        return found[0][0] if found else None
+    def due(self, now: float) -> list[str]:
+        """Return the ids of the sessions that are due, until they are stored otherwise."""
+        query = "SELECT id FROM sessions WHERE due <= ? ORDER BY due"
+        return [session for (session,) in self._database.execute(query, (now,))]
 
     def put_group(self, group: str, state: bytes) -> None:
         """Store a group that is not posted yet."""

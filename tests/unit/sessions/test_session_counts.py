@@ -77,11 +77,73 @@ def test_sessions_of_an_older_database_go_on(tmp_path):
         opened = sessions.open()
         sessions.stop()
         with sqlite3.connect(sessions.server.store.path) as database:
-            database.execute("DROP INDEX sessions_due")
-            database.execute("ALTER TABLE sessions DROP COLUMN due")
+            for name in ("due", "ended"):
+                database.execute(f"DROP INDEX sessions_{name}")
+                database.execute(f"ALTER TABLE sessions DROP COLUMN {name}")
         sessions.start()
         assert sessions.ask(opened)[0] == 200
         assert ended(sessions, opened, reward=1.0)["turns"] == 1
+
+
+def test_sessions_that_cannot_be_stored_are_counted_later(tmp_path, caplog):
+    """As while the disk is full."""
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer())) as sessions:
+        path = sessions.server.store.path
+        late = sessions.open(env="a", limits={"seconds": 2.0})
+        with sqlite3.connect(path) as database:
+            database.execute(
+                "CREATE TRIGGER full BEFORE UPDATE OF state ON sessions BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
+            )
+        until(lambda: "sessions cannot be counted: disk is full" in caplog.text)
+        with sqlite3.connect(path) as database:
+            database.execute("DROP TRIGGER full")
+        stored = SessionStore(path, read_only=True)
+        until(lambda: b'"counted":true' in stored.session(late["id"]), 10)
+        stored.close()
+        assert sessions.counts("a") == {"ended": 1, "failed/seconds": 1}
+
+
+def test_sessions_that_are_damaged_hold_up_no_count(tmp_path, caplog):
+    """Nor one that stays due; they are told once."""
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 2)) as sessions:
+        damaged, endless, late = (sessions.open(env="a", limits={"seconds": seconds}) for seconds in (3.0, None, 3.5))
+        sessions.ask(damaged)
+        sessions.stop()
+        with sqlite3.connect(sessions.server.store.path) as database:
+            database.execute("UPDATE turns SET record = x'00'")
+            database.execute("UPDATE sessions SET due = 1 WHERE id = ?", (endless["id"],))
+        sessions.start()
+        stored = SessionStore(sessions.server.store.path, read_only=True)
+        until(lambda: b'"counted":true' in stored.session(late["id"]))
+        time.sleep(2.5)
+        assert caplog.text.count("is not what was stored") == 1
+        assert stored.due(time.time()) == [endless["id"]]
+        stored.close()
+        assert sessions.ask(endless)[0] == 200
+
+
+def test_sessions_are_kept_while_they_run(tmp_path, monkeypatch):
+    """And until as many others were opened after their end; those that nobody ends, five times as long."""
+    monkeypatch.setattr("recipe.atropos.sessions.store._KEPT", 3)
+    monkeypatch.setattr("recipe.atropos.sessions.store._PRUNED_EVERY", 1)
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 2)) as sessions:
+        runs, whole, endless = (sessions.open(item=[[]]) for _ in range(3))
+
+        def opened(number):
+            for _ in range(number):
+                sessions.open()
+            sessions.stop()
+            sessions.start()
+            return [sessions.call("GET", f"/sessions/{one['id']}/rows")[0] for one in (runs, whole, endless)]
+
+        sessions.ask(runs)
+        ended(sessions, whole, reward=1.0)
+        assert opened(2) == [200, 200, 200]
+        assert opened(4) == [200, 404, 200]
+        assert ended(sessions, runs, reward=1.0)["turns"] == 1
+        assert opened(2) == [200, 404, 200]
+        assert opened(6) == [404, 404, 200]
+        assert opened(4) == [404, 404, 404]
 
 
 def test_sessions_from_elsewhere_raise_the_alarms_of_agents(tmp_path):
