@@ -263,7 +263,7 @@ class SessionServer:
         if exchange.task is None and exchange.number is None:
             exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
             self._tasks.add(exchange.task)
-            exchange.task.add_done_callback(self._sampled)
+            exchange.task.add_done_callback(partial(self._sampled, session))
         exchange.open += 1
         try:
             if asked.stream:
@@ -277,9 +277,11 @@ class SessionServer:
             return response
         finally:
             exchange.open -= 1
+            self._forget_ended(session)
 
-    def _sampled(self, task: asyncio.Task) -> None:
+    def _sampled(self, session: Session, task: asyncio.Task) -> None:
         self._tasks.discard(task)
+        self._forget_ended(session)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, AtroposError):
             logger.error("a request failed", exc_info=error)  # its client may have left
 

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from helpers.sessions import SUM
+from helpers.waiting import until
 from recipe.atropos.sessions.server import session_key
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,6 +101,19 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
     assert len(sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["tokens"]) == 1
     assert sessions.ask(opened, "/v1/messages", max_tokens=5)[0] == 403
     assert opened["id"] not in sessions.server._sessions
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_session_that_ends_while_it_samples_leaves_memory(sessions, leaves):
+    opened = sessions.open()
+    sessions.policy.delay = 1.0
+    connection = sessions.begin(opened)
+    time.sleep(0.2)
+    if leaves:
+        connection.close()
+        time.sleep(0.2)
+    sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})
+    until(lambda: opened["id"] not in sessions.server._sessions, 5)
 
 
 def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, monkeypatch):
