@@ -1,6 +1,7 @@
 """Groups of programs that nobody here starts: a ticket, sessions, one post, whatever is killed."""
 
 import contextlib
+import math
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
 from recipe.atropos.credit.group import Credit
+from recipe.atropos.sessions.store import SessionStore
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -148,6 +150,20 @@ def test_session_groups_say_again_what_repeats_a_session(sessions, api):
     [first] = opened(sessions, size=1)
     answers = [ended(sessions, first, ask=False, end="crashed")["again"] for _ in range(2)]
     assert answers[0] == answers[1]
+
+
+def test_session_groups_do_not_count_an_unused_repetition(sessions, api):
+    """The reward of what it repeats came late."""
+    first, second = opened(sessions, size=2)
+    again = ended(sessions, first, end="crashed")["again"]
+    assert ended(sessions, first, ask=False, reward=1.0)["reward"] == 1.0
+    ended(sessions, second, reward=0.0)
+    assert not released(sessions, api)
+    assert sessions.ask(again)[0] == 403
+    stored = SessionStore(sessions.server.store.path, read_only=True)
+    assert stored.due(math.inf) == []
+    stored.close()
+    assert sessions.counts("tool")["ended"] == 2
 
 
 def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):

@@ -153,6 +153,7 @@ class Groups:
                 return again
             group.sessions[seq] = session.state.id
             self._save(group)
+            again.save(end="unused", finished=True, counted=True)
             self._forget(again)
             return None
         if session.state.reward is not None or group.tries[seq] >= _TRIES:
