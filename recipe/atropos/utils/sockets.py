@@ -105,7 +105,11 @@ class OwnServers(aiohttp.TCPConnector):
     async def connect(self, *args, **kwargs) -> aiohttp.connector.Connection:
         """Connect as ``TCPConnector`` does. Raises OtherUsersServer."""
         connection = await super().connect(*args, **kwargs)
-        (host, port, *_), (own, *_) = map(connection.transport.get_extra_info, ("peername", "sockname"))
+        try:
+            (host, port, *_), (own, *_) = map(connection.transport.get_extra_info, ("peername", "sockname"))
+        except (AttributeError, TypeError) as error:  # None: it was reset meanwhile
+            connection.close()
+            raise aiohttp.ClientConnectionError("the connection was reset as soon as it was made") from error
         if host != own and not ipaddress.ip_address(host).is_loopback:
             return connection  # another machine's
         user = _listening_user(host, port)

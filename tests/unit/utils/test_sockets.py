@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import struct
 import urllib.error
 import urllib.request
 
@@ -140,3 +141,25 @@ def test_squat_check_finds_who_listens(kernel, address, monkeypatch):
         monkeypatch.setattr(sockets, "_listening_user", lambda host, port: None)
         with pytest.raises(aiohttp.ClientConnectionError, match=f"no process listens at port {port}"):
             asyncio.run(connect(port))
+
+
+def test_connection_that_is_reset_at_once_can_be_retried():
+    """Its address is unknown by then, so that nobody can be looked up."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        class ResetMeanwhile(socket.socket):
+            def getpeername(self):
+                accepted, _ = listener.accept()
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                accepted.close()
+                return super().getpeername()
+
+        async def connect():
+            async with (
+                sockets.OwnServers(socket_factory=lambda found: ResetMeanwhile(*found[:3])) as connector,
+                aiohttp.ClientSession(connector=connector) as session,
+            ):
+                await session.get(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+
+        with pytest.raises(aiohttp.ClientConnectionError, match="was reset"):
+            asyncio.run(connect())
