@@ -21,6 +21,7 @@ Guarantees:
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
@@ -32,6 +33,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from pydantic import Field
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
-from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig
+from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig, together
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.sessions.counts import count_session
@@ -111,7 +113,7 @@ class SessionsEnv(ItemsEnv):
         group, sampling = uuid.uuid4().hex, SamplingParams(temperature=default_temperature()).request()
         over = time.monotonic() + _SHARE * (self.config.worker_timeout if self.config.worker_timeout > 0 else math.inf)
         tries = [self._session(item, sampling, group, seq, over) for seq in range(self.config.group_size)]
-        found = [outcome for outcome in await asyncio.gather(*tries) if outcome is not None]
+        found = [outcome for outcome in await together(tries) if outcome is not None]
         return await self._group(found) if found else None, []
 
     async def _session(
@@ -228,10 +230,14 @@ class ProgramEnv(SessionsEnv):
             "ANTHROPIC_API_KEY": opened.api_key,
         }
         command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
-        found = [os.path.abspath(word) if os.path.exists(word) else word for word in command]
+        found = [  # what follows -m is a module, also beside a folder of its name
+            os.path.abspath(word) if os.path.exists(word) and before != "-m" else word
+            for before, word in zip(["", *command], command, strict=False)
+        ]
         command = found if "/" in command[0] else [command[0], *found[1:]]  # as a shell looks for a program
-        with tempfile.TemporaryDirectory(prefix="session-") as scratch:
-            own, log, printed = (Path(scratch, name) for name in ("own", "log", "output"))
+        scratch = tempfile.TemporaryDirectory(prefix="session-", ignore_cleanup_errors=True)
+        try:
+            own, log, printed = (Path(scratch.name, name) for name in ("own", "log", "output"))
             own.mkdir()
             started = asyncio.ensure_future(
                 asyncio.to_thread(
@@ -251,8 +257,14 @@ class ProgramEnv(SessionsEnv):
                 output, errors = (path.read_text(errors="replace") for path in (printed, log))
             finally:
                 await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
+        finally:
+            with contextlib.suppress(OSError):  # of another user's files, as of a container
+                scratch.cleanup()
         if self.config.score is not None:
-            scored = await asyncio.to_thread(named_function(self.config.score, "--env.score"), item, output)
+            # In a thread of its own: those that never return would use up the ones that start and end programs.
+            scored = await asyncio.get_running_loop().run_in_executor(
+                ThreadPoolExecutor(1), named_function(self.config.score, "--env.score"), item, output
+            )
             return await scored if inspect.isawaitable(scored) else scored
         if status != 0:
             logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])

@@ -4,8 +4,13 @@ import asyncio
 import builtins
 import json
 import os
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +18,8 @@ import pytest
 
 from helpers.agents import adds
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from helpers.squatter import needs_root
+from recipe.atropos.adapter.recorded_calls import cause_of
 from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.reporting import EnvReport
@@ -65,11 +72,15 @@ def test_program_that_always_fails_is_told_with_its_cause():
         ProgramEnv.eval_summary(env, [{"item": 1}, {"item": 2}])
 
 
-def printed(command):
-    """The reward of a command, which needs no server."""
+def executed(item, **fields):
+    """What a command gives for an item; needs no server."""
     env = object.__new__(ProgramEnv)
-    env.config = ProgramEnvConfig(command=command)
-    return read_reward(asyncio.run(env._execute(1, Opened("s", "http://127.0.0.1:1", "key"))))["reward"]
+    env.config = ProgramEnvConfig(**fields)
+    return env._execute(item, Opened("s", "http://127.0.0.1:1", "key"))
+
+
+def printed(command):
+    return read_reward(asyncio.run(executed(1, command=command)))["reward"]
 
 
 def test_program_counts_calls_of_tools_and_repeats(tmp_path, monkeypatch):
@@ -139,6 +150,71 @@ def test_program_score_holds_up_nothing(tmp_path, monkeypatch):
     assert found["failed/seconds"] == 4
 
 
+BEGUN, RELEASED = threading.Event(), threading.Event()
+
+
+def scores_never(item, output):
+    if item == "hangs":
+        BEGUN.set()
+        RELEASED.wait(30)
+    return 1.0
+
+
+def test_program_score_that_hangs_costs_only_its_session():
+    """Programs are started and ended beside it, and scored."""
+    command = {"command": "true", "score": f"{__name__}:scores_never"}
+
+    async def scored():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        hung = asyncio.create_task(executed("hangs", **command))
+        while not BEGUN.is_set():
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(15):
+            assert await executed("ends", **command) == 1.0
+        assert not hung.done()
+        RELEASED.set()
+        await hung
+
+    asyncio.run(scored())
+
+
+def test_program_group_whose_session_raises_ends_the_others():
+    """As where the session server is lost; the cause is what the report counts."""
+    left = []
+
+    class Lost(ProgramEnv):
+        async def _session(self, item, sampling, group, seq, over):
+            if seq == 1:
+                raise ConnectionError("lost")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                left.append(seq)
+
+    async def collected():
+        env = object.__new__(Lost)
+        env.config = ProgramEnvConfig(command="true", group_size=3)
+        try:
+            await env.collect_trajectories(1)
+        except Exception as error:
+            assert isinstance(cause_of(error), ConnectionError)
+        assert sorted(left) == [0, 2]
+
+    asyncio.run(collected())
+
+
+@needs_root
+def test_program_folder_that_cannot_be_removed_costs_nothing(tmp_path, monkeypatch):
+    """As one with files of another user, which containers leave."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        assert printed("sh -c 'touch kept && chattr +i kept && echo 0.5'") == 0.5
+    finally:
+        kept = [path for path in Path(tmp_path).rglob("kept")]
+        subprocess.run(["chattr", "-i", *kept], check=True)
+    assert kept
+
+
 @pytest.mark.parametrize("output", ['{"done": true}', '"bye"', "[1]", "null", "[" * 100_000, "bye"])
 def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
     """Not the last that is JSON."""
@@ -162,6 +238,14 @@ def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     assert printed("env sh agent.sh") == 0.5
     (tmp_path / "agent.sh").chmod(0o700)
     assert printed("./agent.sh") == 0.5
+
+
+def test_program_module_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "__main__.py").write_text("print(0.5)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert printed(f"{sys.executable} -m agent") == 0.5
 
 
 @pytest.mark.parametrize(
