@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 TRAINING, HELD_OUT = 512, 50  # items
 POINTS, SECONDS = 20.0, 600.0
-STEPS, GROUPS, LEARNING_RATE = 6, 4, 3e-4  # few sessions: a command takes a second to import its client's package
+STEPS, GROUPS, LEARNING_RATE = 6, 4, 2e-4  # few sessions: a command takes a second to import its client's package
 VERIFIERS = "--env.agent.harness.id null --env.agent.runtime.type subprocess --sampling.max-tokens 64"
 QUICK = ("openai chat", "openai chat, tool")
 
