@@ -172,7 +172,8 @@ class Session:
         """Store the state with ``changes``, which are made once they are stored."""
         state = msgspec.structs.replace(self.state, **changes)
         at_once, seconds = state.finished and not state.counted, state.limits.seconds
-        due = None if seconds is None or state.counted else state.created + seconds
+        settled = seconds is None or (state.counted and state.end is not None)
+        due = None if settled else state.created + seconds
         ended = state.finished or self.is_late
         self.store.put_session(state.id, msgspec.json.encode(state), 0.0 if at_once else due, ended)
         self.state = state

@@ -66,10 +66,12 @@ def test_sessions_that_nobody_asks_for_are_counted(tmp_path, monkeypatch):
         until(lambda: b'"end":"seconds"' in stored.session(asked["id"]))
         stored.close()
         sessions.open(env="a", limits={"seconds": 0.5})
+        abandoned = sessions.open(env="a", limits={"seconds": 0.5}, counted=True)  # of an environment that was killed
         sessions.stop()
         time.sleep(0.6)
         sessions.start()
         until(lambda: sessions.counts("a") == {"ended": 3, "turns": 1, "sampled": 2, "failed/seconds": 3})
+        assert sessions.state(abandoned)["end"] == "seconds"
 
 
 def test_sessions_of_an_older_database_go_on(tmp_path):
