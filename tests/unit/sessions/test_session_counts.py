@@ -60,7 +60,7 @@ def test_sessions_that_nobody_asks_for_are_counted(tmp_path, monkeypatch):
     """Those that left memory, and those whose time is over while the server is away."""
     monkeypatch.setattr("recipe.atropos.sessions.server._IN_MEMORY", 1)
     with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"])) as sessions:
-        asked, _ = (sessions.open(env="a", limits={"seconds": 1.0}) for _ in range(2))
+        asked, _ = (sessions.open(env="a", limits={"seconds": 2.0}) for _ in range(2))
         sessions.ask(asked)
         stored = SessionStore(sessions.server.store.path, read_only=True)
         until(lambda: b'"end":"seconds"' in stored.session(asked["id"]))
