@@ -31,7 +31,6 @@ from recipe.atropos.data.data_proto import real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rollouts import write_rollouts
 from recipe.atropos.data.rows import (
-    NO_TEACHER,
     ConversionReport,
     Row,
     RowLimits,
@@ -317,7 +316,7 @@ class RayGRPOAtroposTrainer:
         """
         learned = batch.batch["response_mask"].bool().any(-1)
         if self.limits.needs_teacher:
-            learned &= (batch.batch["teacher_logprobs"] > NO_TEACHER).flatten(1).any(-1)
+            learned &= torch.from_numpy(batch.non_tensor_batch["has_teacher"])
         if not learned.any():
             logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
             self.metrics["atropos/batches_without_token"] = 1

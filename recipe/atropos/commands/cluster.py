@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 
-from recipe.atropos.config.compose import add_options, compose_overrides
+from recipe.atropos.config.compose import add_options, compose_overrides, given_values
+from recipe.atropos.config.keys import keys_of
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.run_plan import names_model, plan_run
@@ -52,9 +53,10 @@ def job(kind: str, nodes: int, overrides: Sequence[str]) -> str:
     Raises:
         ConfigurationError: whenever it is requeued, it would begin anew.
     """
-    key, mode = "trainer.resume_mode", dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each)
-    if mode.get(key, "auto") != "auto":
-        raise ConfigurationError(f"{key}={mode[key]}: a job that is requeued would begin there again; leave it out")
+    given = {key: value for item in given_values(overrides) for key, value in keys_of(dict([item]))}
+    if (mode := given.get("trainer.resume_mode", "auto")) != "auto":
+        message = f"trainer.resume_mode={mode}: a job that is requeued would begin there again; leave it out"
+        raise ConfigurationError(message)
     template = importlib.resources.files("recipe.atropos.config").joinpath("jobs", kind).read_text()
     values = {
         "NODES": str(nodes),

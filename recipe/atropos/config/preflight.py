@@ -399,9 +399,9 @@ def _micro_batches(config: DictConfig) -> Rules:
         f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={rollout.log_prob_use_dynamic_bsz} with "
         f"actor.use_dynamic_bsz={actor.use_dynamic_bsz}: verl's actor has one for both; leave the former out",
     )
-    model = config.actor_rollout_ref.model
     # With an adapter, the actor computes the reference, without it.
-    referenced = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not model.lora_rank
+    adapter = config.actor_rollout_ref.model.lora_rank > 0
+    referenced = (actor.use_kl_loss or config.algorithm.use_kl_in_reward) and not adapter
     for section, name, dynamic, used in (
         (actor, "actor.ppo", actor.use_dynamic_bsz, True),
         (rollout, "rollout.log_prob", actor.use_dynamic_bsz, True),

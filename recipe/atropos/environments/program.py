@@ -230,8 +230,9 @@ class ProgramEnv(SessionsEnv):
             "ANTHROPIC_API_KEY": opened.api_key,
         }
         command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
-        found = [  # what follows -m is a module, also beside a folder of its name
-            os.path.abspath(word) if os.path.exists(word) and before != "-m" else word
+        python = any(os.path.basename(word).startswith("python") for word in command)
+        found = [  # what follows its -m is a module, also beside a folder of that name
+            os.path.abspath(word) if os.path.exists(word) and not (python and before == "-m") else word
             for before, word in zip(["", *command], command, strict=False)
         ]
         command = found if "/" in command[0] else [command[0], *found[1:]]  # as a shell looks for a program

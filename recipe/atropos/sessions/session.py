@@ -171,11 +171,11 @@ class Session:
     def save(self, **changes: Any) -> None:
         """Store the state with ``changes``, which are made once they are stored."""
         state = msgspec.structs.replace(self.state, **changes)
-        at_once, seconds = state.finished and not state.counted, state.limits.seconds
-        settled = seconds is None or (state.counted and state.end is not None)
-        due = None if settled else state.created + seconds
-        ended = state.finished or self.is_late
-        self.store.put_session(state.id, msgspec.json.encode(state), 0.0 if at_once else due, ended)
+        seconds = state.limits.seconds
+        due = 0.0 if state.finished else None if seconds is None else state.created + seconds
+        if state.counted and state.end is not None:
+            due = None
+        self.store.put_session(state.id, msgspec.json.encode(state), due, state.finished or self.is_late)
         self.state = state
 
     # ------------------------------------------------------------------ requests

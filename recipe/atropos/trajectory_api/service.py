@@ -248,7 +248,10 @@ class TrajectoryService:
     def changed(self) -> None:
         """Let environments take their turns, and wake all that wait for a batch or for room in the queue."""
         self.advance()
-        (self.room.clear if self.full() else self.room.set)()  # found once for all posts that are held
+        if self.full():  # found once for all posts that are held
+            self.room.clear()
+        else:
+            self.room.set()
         self._changed.set()
         self._changed = asyncio.Event()
 
