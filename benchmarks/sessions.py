@@ -2,7 +2,8 @@
 
 256 sessions at once hold a history of 4,000 tokens each, said in few turns or in many. Measured is the CPU time of the
 session server for one more turn, beside that of the gateway behind it, which proxies the same turn; both stand before a
-server that answers at once. ``memory``: what the session server grows by, for each token of the histories.
+server that answers at once. ``memory``: what the session server grows by, for each token of the histories; as many
+sessions as there are requests at once have spoken before.
 """
 
 import argparse
@@ -114,23 +115,27 @@ async def conversations(service: Service, gateway: Service, sessions: int, turns
             history.append({"role": "assistant", "content": found["choices"][0]["message"]["content"]})
             return found["usage"]["total_tokens"]
 
-        opened = [await client.open(sampling={"temperature": 1.0}) for _ in range(sessions + 1)]
-        await say([], opened.pop().api_key, "warm up")
+        async def converse(talks: list[tuple[list[dict[str, str]], str]]) -> int:
+            """Let each session say ``HISTORY`` tokens; return the tokens of one."""
+            size, length = 0, 0
+            for turn in range(turns):  # the first sessions' text is as long as the last's
+                target = HISTORY * (turn + 1) // turns
+                characters = max(1, target - size) if not length else max(1, round((target - size) * length / size))
+                length += characters
+                totals = await asyncio.gather(*(say(history, key, words[:characters]) for history, key in talks))
+                size = totals[0]
+            return size
+
+        opened = [await client.open(sampling={"temperature": 1.0}) for _ in range(AT_ONCE + sessions)]
+        talks: list[tuple[list[dict[str, str]], str]] = [([], each.api_key) for each in opened]
+        await converse(talks[:AT_ONCE])  # what requests take for a while is there before memory is measured
         memory = psutil.Process(service.pid).memory_info().rss
-        histories: list[list[dict[str, str]]] = [[] for _ in opened]
-        size, length = 0, 0
-        for turn in range(turns):  # the first sessions' text is as long as the last's
-            target = HISTORY * (turn + 1) // turns
-            characters = max(1, target - size) if not length else max(1, round((target - size) * length / size))
-            length += characters
-            every = zip(histories, opened, strict=True)
-            totals = await asyncio.gather(*(say(one, each.api_key, words[:characters]) for one, each in every))
-            size = totals[0]
+        talks = talks[AT_ONCE:]
+        size = await converse(talks)
         grown = psutil.Process(service.pid).memory_info().rss - memory
         before = cpu(service), cpu(gateway)
         for _ in range(MEASURED):
-            every = zip(histories, opened, strict=True)
-            await asyncio.gather(*(say(one, each.api_key, "and 7") for one, each in every))
+            await asyncio.gather(*(say(history, key, "and 7") for history, key in talks))
         more = cpu(service) - before[0], cpu(gateway) - before[1]
         for each in opened:
             state = await client.end(each.id, reward=1.0)

@@ -318,7 +318,7 @@ class RayGRPOAtroposTrainer:
         if self.limits.needs_teacher:
             learned &= torch.from_numpy(batch.non_tensor_batch["has_teacher"])
         if not learned.any():
-            logger.error("step %d: every token was rejected; the policy stays as it is", self.global_steps)
+            logger.error("step %d: no token is left to train; the policy stays as it is", self.global_steps)
             self.metrics["atropos/batches_without_token"] = 1
             meanwhile(batch)
             return

@@ -13,7 +13,9 @@ from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
 from recipe.atropos.credit.group import Credit
+from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.sessions.store import SessionStore
+from recipe.atropos.trajectory_api.client import TrajectoryApiError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -176,6 +178,42 @@ def test_session_groups_that_are_damaged_hold_up_no_other(sessions, api):
     for number, session in enumerate(whole):
         ended(sessions, session, reward=float(number))
     assert released(sessions, api) == {"released/no_group": 1}
+
+
+def test_session_groups_wait_for_room_on_the_disk(sessions, api, caplog):
+    """Those that are posted meanwhile are posted once."""
+    groups = [opened(sessions) for _ in range(2)]
+    with sqlite3.connect(sessions.server.store.path) as database:
+        database.execute("CREATE TRIGGER full BEFORE DELETE ON groups BEGIN SELECT RAISE(FAIL, 'disk is full'); END")
+    for number, session in enumerate(session for group in groups for session in group):
+        ended(sessions, session, reward=float(number))
+    until(lambda: "wait: disk is full" in caplog.text)
+    with sqlite3.connect(sessions.server.store.path) as database:
+        database.execute("DROP TRIGGER full")
+    assert not released(sessions, api)
+    assert [group["scores"] for group in batch(api)] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_session_groups_that_the_api_refuses_give_back_their_ticket(sessions, api, monkeypatch):
+    async def refused(*_):
+        raise TrajectoryApiError("too large", 413)
+
+    monkeypatch.setattr(sessions.server._api, "post_groups", refused)
+    for number, session in enumerate(opened(sessions)):
+        ended(sessions, session, reward=float(number))
+    assert released(sessions, api) == {"released/http_413": 1}
+    assert not api.get("/diagnose")["queue"]["open_tickets"]
+
+
+def test_session_groups_have_the_trainers_temperature(sessions, api, monkeypatch):
+    """Whatever their programs ask for; their own, if they are opened with one."""
+    monkeypatch.setenv(TEMPERATURE_VARIABLE, "0.7")
+    for sampling in ({}, {"temperature": 0.3}):
+        for number, session in enumerate(opened(sessions, sampling=sampling)):
+            sessions.ask(session, temperature=0.0)
+            ended(sessions, session, ask=False, reward=float(number))
+    found = [group["group_overrides"]["sampling_params"] for group in batch(api)]
+    assert found == [[[{"temperature": value}]] * 3 for value in (0.7, 0.3)]
 
 
 def test_session_groups_of_one_key_are_one(sessions, api):

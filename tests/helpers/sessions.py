@@ -245,9 +245,9 @@ class Sessions:
         assert status == 200, opened
         return opened
 
-    def ask(self, opened, path="/v1/chat/completions", retry=False, **fields):
+    def ask(self, opened, path="/v1/chat/completions", retry=0, **fields):
         """A program's request, and its answer."""
-        return self.call("POST", path, SUM | fields, opened["api_key"], **{"x-stainless-retry-count": str(int(retry))})
+        return self.call("POST", path, SUM | fields, opened["api_key"], **{"x-stainless-retry-count": str(retry)})
 
     def begin(self, opened, path="/v1/chat/completions", **fields):
         """A program's request, whose answer is to be read; its client may leave before."""

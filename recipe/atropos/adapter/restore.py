@@ -29,6 +29,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 from atroposlib.envs.base import ScoredDataGroup
@@ -274,12 +275,11 @@ def chat_templates_give_lists() -> None:
     posts no tokens. Environments create their own tokenizers, so the base class is patched.
     """
     original = PreTrainedTokenizerBase.apply_chat_template
-    if hasattr(original, "of_transformers"):
+    if hasattr(original, "__wrapped__"):
         return
 
+    @wraps(original)
     def apply_chat_template(self: PreTrainedTokenizerBase, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
         return original(self, *args, return_dict=return_dict, **kwargs)
 
-    apply_chat_template.__doc__ = original.__doc__
-    apply_chat_template.of_transformers = original
     PreTrainedTokenizerBase.apply_chat_template = apply_chat_template

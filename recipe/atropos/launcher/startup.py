@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.derived import request_limits
+from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import InferenceServices, given_ports, inference_healthy, serves
@@ -66,7 +67,11 @@ def start_sessions(run: Run, inference: InferenceServices, api: Service) -> None
     if command is None:
         return
     run.reserved["sessions"] = reserve(config.host, urlsplit(run.sessions_url).port, "sessions.port")
-    start = partial(run.start, "sessions", command, url=run.sessions_url, **{API_KEY_VARIABLE: run.environments_key})
+    variables = {
+        API_KEY_VARIABLE: run.environments_key,
+        TEMPERATURE_VARIABLE: str(run.config.actor_rollout_ref.rollout.temperature),
+    }
+    start = partial(run.start, "sessions", command, url=run.sessions_url, **variables)
     run.restart_policies["sessions"] = RestartPolicy(
         start, config.max_restarts, kind="sessions", recovers=lambda status: status < 0
     )
@@ -102,9 +107,16 @@ def session_command(run: Run, inference: InferenceServices, api_url: str) -> lis
 
 
 def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
-    """Rename the store of a run that ``trainer`` does not continue: its batches are not those of the new weights."""
-    if files.trajectories.exists() and not Checkpoints(trainer.default_local_dir).continues(trainer):
-        files.trajectories.rename(files.trajectories.with_name(f"{files.trajectories.name}.{time.time():.0f}"))
+    """Rename the stores of a run that ``trainer`` does not continue: its batches, and the groups of its sessions, are
+    not those of the new weights.
+    """
+    if Checkpoints(trainer.default_local_dir).continues(trainer):
+        return
+    now = f"{time.time():.0f}"
+    for store, logs in ((files.trajectories, [""]), (files.sessions, ["", "-wal", "-shm"])):
+        for log in logs:
+            if (path := store.with_name(store.name + log)).exists():
+                path.rename(store.with_name(f"{store.name}.{now}{log}"))
 
 
 def _saved(run: Run) -> set[tuple[Path, int]]:

@@ -11,6 +11,7 @@ from recipe.atropos.run.folder import ELSEWHERE, RunDir
 from recipe.atropos.run.reporting import EnvReport
 
 _REPEATS = 2  # of calls at least, and in half of the turns: a session that makes the same call again and again
+_NAME_BYTES = 100  # of an environment's name in that of its report's file
 _CAUSE = re.compile(r"\w[\w .-]{0,39}")  # a few words: a program may say anything, and a report names each cause
 
 
@@ -30,6 +31,8 @@ def count_session(report: EnvReport, state: Mapping[str, Any]) -> bool:
         **{f"forks/{cause}": n for cause, n in state["forks"].items()},
     }
     report.counts.update({f"sessions/{name}": int(n) for name, n in happened.items() if n})
+    for name in filter(_CAUSE.fullmatch, state["metrics"]):
+        report.observe(f"sessions/metrics/{name}", state["metrics"][name])
     return kept
 
 
@@ -40,7 +43,7 @@ class Reports:
         self._files, self._reports = files, dict[str, EnvReport]()
 
     def of(self, env: str) -> EnvReport:
-        name = re.sub(r"[^\w-]", "_", env) or "sessions"
+        name = re.sub(r"[^\w-]", "_", env).encode()[:_NAME_BYTES].decode(errors="ignore") or "sessions"
         if name not in self._reports:
             path = self._files and self._files.environment_report(name, ELSEWHERE)
             self._reports[name] = EnvReport(name, path, ELSEWHERE)

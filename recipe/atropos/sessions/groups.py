@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import sqlite3
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +24,7 @@ import msgspec
 
 from recipe.atropos.credit.group import Credit, CreditError, add_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
+from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.messages import Count, RequestError
@@ -34,7 +37,6 @@ logger = logging.getLogger(__name__)
 _TICKET_SECONDS = 60.0  # that a request waits for a ticket
 _SESSION_SECONDS = 3600.0  # of a session, if no limit is given: else one that was forgotten would hold its group
 _CREDIT_SECONDS = 60.0  # that the values of a group's turns may take
-_POLL = 1.0  # s between two polls for groups that are complete, and sessions whose time is over
 _TRIES = 2
 
 
@@ -79,10 +81,9 @@ class Groups:
         self._store, self._api, self._reports = store, api, reports
         self._open_session, self._load, self._forget = open_session, load, forget
         self._groups = {group.id: group for group in map(_decode, store.groups())}
-        self._env_ids = {group.request.env: group.env_id for group in self._groups.values()}
         for group in self._groups.values():
             api.hold(group.env_id, group.ticket)
-        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by environment, which is registered once
+        self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by environment
 
     async def open(self, request: GroupRequest) -> list[Session]:
         """Take a ticket and open the sessions of a group.
@@ -98,11 +99,12 @@ class Groups:
                     if group.request != request:
                         raise RequestError(f"key={request.key}: an open group of another request has it", 409)
                     return [self._load(identifier) for identifier in group.sessions]
-            ticket = await self._ticket(request, max(0.0, until - time.monotonic()))
+            env_id = await self._registered(request)
+            ticket = await self._api.begin(env_id, request.size, max(0.0, until - time.monotonic()))
         if ticket is None:
             status = await self._api.diagnose()
             raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503)
-        group = SessionGroup(secrets.token_hex(12), request, self._env_ids[request.env], ticket, [], [])
+        group = SessionGroup(secrets.token_hex(12), request, env_id, ticket, [], [])
         sessions = [self._begin(group, seq) for seq in range(request.size)]
         group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
         self._groups[group.id] = group
@@ -113,27 +115,16 @@ class Groups:
         request, limits = group.request, group.request.limits
         limits = msgspec.structs.replace(limits, seconds=limits.seconds or _SESSION_SECONDS)
         place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
-        return self._open_session(**place, sampling=request.sampling, limits=limits)
+        sampling = {**SamplingParams(temperature=default_temperature()).request(), **request.sampling}
+        return self._open_session(**place, sampling=sampling, limits=limits)
 
-    async def _ticket(self, request: GroupRequest, wait: float) -> int | None:
-        """Return a ticket, of an environment that is registered first if the API does not know it; None if there is
-        none within ``wait`` seconds.
-        """
-        for _ in range(2):
-            if request.env not in self._env_ids:
-                answer = await self._api.register_env(
-                    {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0}
-                )
-                if answer["status"] != "success":
-                    raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
-                self._env_ids[request.env] = answer["env_id"]
-            try:
-                return await self._api.begin(self._env_ids[request.env], request.size, wait)
-            except TrajectoryApiError as error:
-                if error.status != 404:
-                    raise
-                del self._env_ids[request.env]
-        return None
+    async def _registered(self, request: GroupRequest) -> int:
+        """Return the number of a group's environment, which the API registers once by its key."""
+        about = {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0}
+        answer = await self._api.register_env(about, key=uuid.uuid5(uuid.NAMESPACE_URL, f"sessions/{request.env}").hex)
+        if answer["status"] != "success":
+            raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
+        return answer["env_id"]
 
     def ended(self, session: Session) -> Session | None:
         """Return the session that repeats one without a reward, None if none does.
@@ -169,23 +160,22 @@ class Groups:
         group = self._groups.get(session.state.group or "")
         return group is not None and session.state.id in group.sessions
 
-    async def run(self) -> None:
-        """End sessions whose time is over, and post groups whose last session has ended, until canceled."""
-        while True:
+    async def poll(self) -> None:
+        """Post the groups whose last session has ended.
+
+        Raises:
+            TrajectoryApiError, sqlite3.Error, OSError: they wait for the API, or for room on the disk.
+        """
+        for group in list(self._groups.values()):
             try:
-                for group in list(self._groups.values()):
-                    try:
-                        await self._poll(group)
-                    except TrajectoryApiError:
-                        raise
-                    except Exception as error:  # this group alone cannot be read, or be given credit
-                        logger.error("group %s is given up: %s", group.id, error, exc_info=error)
-                        await self._close(group, Reason.NO_GROUP)
-                for env_id in {group.env_id for group in self._groups.values()}:
-                    await self._api.status(env_id)  # it is alive
-            except TrajectoryApiError as error:
-                logger.warning("%s", error)
-            await asyncio.sleep(_POLL)
+                await self._poll(group)
+            except (TrajectoryApiError, sqlite3.Error, OSError):
+                raise
+            except Exception as error:  # this group alone cannot be read, or be given credit
+                logger.error("group %s is given up: %s", group.id, error, exc_info=error)
+                await self._close(group, Reason.NO_GROUP)
+        for env_id in {group.env_id for group in self._groups.values()}:
+            await self._api.status(env_id)  # it is alive
 
     async def _poll(self, group: SessionGroup) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]
@@ -196,7 +186,7 @@ class Groups:
 
     async def _post(self, group: SessionGroup, sessions: list[Session]) -> None:
         kept = [session for session in sessions if session.state.reward is not None and session.tree.turns]
-        reason = Reason.NO_GROUP if not kept else Reason.EQUAL_SCORES
+        reason: str | None = Reason.EQUAL_SCORES if kept else Reason.NO_GROUP
         made: dict[str, Any] = {}
         if kept:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
@@ -213,6 +203,7 @@ class Groups:
                 if error.may_change:
                     raise
                 logger.error("group %s was refused: %s", group.id, error)
+                reason = error.reason
         await self._close(group, reason)
         self._reports.of(group.request.env).count("sessions/left_out", len(sessions) - len(kept))
         for session in sessions:
@@ -226,11 +217,11 @@ class Groups:
         except TimeoutError:
             raise CreditError(f"environment.credit.values: no values within {_CREDIT_SECONDS:g} s") from None
 
-    async def _close(self, group: SessionGroup, reason: Reason | None) -> None:
+    async def _close(self, group: SessionGroup, reason: str | None) -> None:
         """Remove a group; ``reason``: why its ticket is given back, None if it was posted."""
         if reason is not None:
             with contextlib.suppress(TrajectoryApiError):
-                await self._api.release(group.ticket, str(reason))
+                await self._api.release(group.ticket, reason)
         self._store.remove_group(group.id)
         del self._groups[group.id]
 

@@ -7,7 +7,7 @@ request alone. Tools are
 ``{"type": "function", "function": {"name", "description", "parameters"}}``.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,21 +16,22 @@ from msgspec import Meta
 from recipe.atropos.errors import AtroposError
 
 Message = dict[str, Any]
-Count = Annotated[int, Meta(ge=1)]
+_LARGEST = (1 << 31) - 1
+Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 
-_Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
+_Id = Annotated[int, Meta(ge=0, le=_LARGEST)]
 _Text = Annotated[str, Meta(min_length=1)]
 _PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
     "temperature": Annotated[float, Meta(ge=0)],
     "top_p": Annotated[float, Meta(gt=0, le=1)],
     "min_p": Annotated[float, Meta(ge=0, le=1)],
-    "top_k": Annotated[int, Meta(ge=-1)],
+    "top_k": Annotated[int, Meta(ge=-1, le=_LARGEST)],
     "frequency_penalty": Annotated[float, Meta(ge=-2, le=2)],
     "presence_penalty": Annotated[float, Meta(ge=-2, le=2)],
     "repetition_penalty": Annotated[float, Meta(ge=0, le=2)],
-    "min_new_tokens": Annotated[int, Meta(ge=0)],
+    "min_new_tokens": Annotated[int, Meta(ge=0, le=_LARGEST)],
     "max_new_tokens": Count,
-    "sampling_seed": int,
+    "sampling_seed": Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)],
     "ignore_eos": bool,
     "stop_token_ids": list[_Id],
     "stop": str | list[_Text],
@@ -292,7 +293,7 @@ def name_tools(messages: Sequence[Message]) -> list[Message]:
 
 
 def join(message: Message, more: Message) -> None:
-    """Extend an assistant's message by the text, the reasoning and the calls of another."""
+    """Extend a message by the text, the reasoning and the calls of another."""
     message["content"] += more["content"]
     for key in ("reasoning_content", "tool_calls"):
         if key in more:
@@ -372,6 +373,14 @@ def event(data: Any, name: str | None = None) -> bytes:
 
 KEEP_ALIVE = b": still sampling\n\n"  # a comment, which clients skip
 DONE = event("[DONE]")
+
+
+def whole(answer: Callable[[Asked, Reply], dict[str, Any]], asked: Asked, reply: Reply) -> Iterator[bytes]:
+    """Yield the whole answer as one event of a stream, for dialects whose clients take it so."""
+    yield event(answer(asked, reply))
+    yield DONE
+
+
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
 
 

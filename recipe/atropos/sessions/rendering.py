@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from inspect import signature
 from typing import Any, Literal
 
 import msgspec
@@ -62,6 +63,8 @@ class Rendering:
         as in a template.
         """
         given, read = json.loads(template), TypeAdapter(RendererConfig).validate_python
+        if ours := given.keys() & signature(self.tokenizer.apply_chat_template).parameters:
+            raise ValueError(f"{', '.join(sorted(ours))} says how templates are used; give what this one reads")
         name = create_renderer(self.tokenizer).config.name if self._name == "auto" else self._name
         if name == "default":
             given |= {"tool_parser": self._tool_parser, "reasoning_parser": "think"}
@@ -94,17 +97,16 @@ class Rendering:
         """The ids that end a reply."""
         return list(self._renderer({}).get_stop_token_ids())
 
-    def prompt(self, messages: list[Message], tools: list | None, template: dict[str, Any]) -> list[int]:
-        """Return the ids of messages and the beginning of a reply.
+    def prompt(
+        self, messages: list[Message], tools: list | None, template: dict[str, Any], reply: bool = True
+    ) -> list[int]:
+        """Return the ids of messages and, with ``reply``, the beginning of a reply.
 
         Raises:
             RequestError: the template refuses the messages.
         """
-        return self._written(messages, tools, template, add_generation_prompt=True)
-
-    def _written(self, messages: list[Message], tools: list | None, template: dict[str, Any], **how: bool) -> list[int]:
         try:
-            return self._renderer(template).render_ids(messages, tools=tools, **how)
+            return self._renderer(template).render_ids(messages, tools=tools, add_generation_prompt=reply)
         except Exception as error:  # a template raises what it likes
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
@@ -121,7 +123,7 @@ class Rendering:
         user, given = {"role": "user", "content": "call"}, (asked.tools, asked.template)
         calls = [(asked.call or "a", "{}"), (asked.call or "Z", '{"a": 1}')]
         replies = [{"role": "assistant", "content": "", "tool_calls": [tool_call(_ID, *one, "calls")]} for one in calls]
-        written = [self._written([user, reply], *given) for reply in replies]
+        written = [self.prompt([user, each], *given, reply=False) for each in replies]
         start, common = self.prompt([user], *given), list(os.path.commonprefix(written))
         text = self.tokenizer.decode(common[len(start) :])
         if common[: len(start)] != start or not text or asked.call not in text or _ID in text:
@@ -155,6 +157,7 @@ class Rendering:
         """Return the ids that the template puts after the last reply, in whose place it is given a mark."""
         marked = {"role": "assistant", "content": _MARK}
         arguments = {**(renderer.config.model_extra or {}), **({"tools": tools} if tools else {})}
+        ended = turn.tokens[-1] in self.special  # the reply ended its turn
         for reply in (marked, {**history[-1], **marked}):  # some want the call that a tool's result answers
             try:
                 text = self.tokenizer.apply_chat_template(
@@ -166,10 +169,13 @@ class Rendering:
             except Exception:  # as in ``prompt``; rendered anew, its error reaches the client
                 continue
             _, found, tail = text.partition(_MARK)
+            if calls := reply.get("tool_calls"):  # the reply has them, up to the token that ended it
+                end = self.tokenizer.decode(turn.tokens[-1:])
+                _, found, rest = tail.partition(end)
+                tail, found = end + rest, found and ended and end not in str(calls)
             if found and _MARK not in tail:
                 ids = self.tokenizer.encode(tail, add_special_tokens=False)
-                ended = turn.tokens[-1] in self.special and ids[:1] == [turn.tokens[-1]]  # the reply ended its turn
-                return ids[1:] if ended else ids
+                return ids[1:] if ended and ids[:1] == [turn.tokens[-1]] else ids
         return None
 
     def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:

@@ -51,7 +51,7 @@ from recipe.atropos.utils.sockets import serve
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5  # at a reply that the servers abort
-_POLL = 1.0  # s between two polls for sessions whose time is over
+_POLL = 1.0  # s between two polls for sessions whose time is over, and groups that are complete
 _KEEP_ALIVE = 10.0  # s between two heartbeats of a stream
 _BODY_BYTES = 64 << 20
 _IN_MEMORY = 8192  # sessions, for some never end: their programs were killed
@@ -100,22 +100,31 @@ class SessionServer:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_BODY_BYTES, middlewares=[self._errors])
-        app.router.add_get("/health", self.health)
-        app.router.add_post("/sessions", self._of_environments(self.open))
-        app.router.add_post("/groups", self._of_environments(self.open_group))
-        app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
-        app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
-        for start in ("", "/sessions/{id}"):
-            app.router.add_get(f"{start}/v1/models", self.models)
-            app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
-            for dialect in DIALECTS:
-                app.router.add_post(start + dialect.PATH, partial(self.answer, dialect))
+        of_programs = [
+            ("GET", "/v1/models", self.models),
+            ("POST", anthropic.COUNT_PATH, self.count_tokens),
+            *(("POST", dialect.PATH, partial(self.answer, dialect)) for dialect in DIALECTS),
+        ]
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.post("/sessions", self._of_environments(self.open)),
+                web.post("/groups", self._of_environments(self.open_group)),
+                web.get("/sessions/{id}/rows", self._of_environments(self.rows)),
+                web.post("/sessions/{id}/reward", self._of_environments(self.reward)),
+                *(
+                    web.route(method, start + path, handler)
+                    for start in ("", "/sessions/{id}")
+                    for method, path, handler in of_programs
+                ),
+            ]
+        )
         app.cleanup_ctx.append(self._run)
         return app
 
     async def _run(self, app: web.Application) -> Any:
         async with self.client, self._api:
-            self._tasks |= {asyncio.create_task(self._groups.run()), asyncio.create_task(self._settle())}
+            self._tasks |= {asyncio.create_task(_repeat(work)) for work in (self._groups.poll, self._settle)}
             yield
             for task in self._tasks:
                 task.cancel()
@@ -124,22 +133,17 @@ class SessionServer:
         self._reports.write(at_once=True)
 
     async def _settle(self) -> None:
-        """End sessions whose time is over, and report what became of all, until canceled."""
-        while True:
+        """End sessions whose time is over, and report what became of all."""
+        for identifier in self.store.due(time.time()):
             try:
-                for identifier in self.store.due(time.time()):
-                    try:
-                        session = self._loaded(identifier)
-                        session.settle(self._reports)
-                        self._forget_ended(session)
-                    except (DamagedTurn, msgspec.MsgspecError) as error:
-                        logger.error("session %s is not counted: %s", identifier, error)
-                        self.store.put_session(identifier, self.store.session(identifier) or b"", ended=True)
-                    await asyncio.sleep(0)  # after a restart there may be thousands
-                self._reports.write()
-            except Exception as error:  # the disk is full, perhaps
-                logger.error("sessions cannot be counted: %s", error)
-            await asyncio.sleep(_POLL)
+                session = self._loaded(identifier)
+                session.settle(self._reports)
+                self._forget_ended(session)
+            except (DamagedTurn, msgspec.MsgspecError) as error:
+                logger.error("session %s is not counted: %s", identifier, error)
+                self.store.put_session(identifier, self.store.session(identifier) or b"", ended=True)
+            await asyncio.sleep(0)  # after a restart there may be thousands
+        self._reports.write()
 
     # ------------------------------------------------------------------ who asks
 
@@ -259,7 +263,8 @@ class SessionServer:
             responses.resolve(given, lambda reply: session.recorded(session.turn(reply).number))
         asked = dialect.read(given)
         digest = hashlib.blake2b(request.path.encode() + body, digest_size=16).digest()
-        exchange = session.exchange(digest, request.headers.get("x-stainless-retry-count", "0") != "0")
+        count = request.headers.get("x-stainless-retry-count", "")
+        exchange = session.exchange(digest, int(count) if count.isdecimal() else 0)
         if exchange.task is None and exchange.number is None:
             exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
             self._tasks.add(exchange.task)
@@ -315,6 +320,16 @@ class SessionServer:
         except _FAILURES as error:
             await response.write(event(_problem(error)[1], "error"))
         return response
+
+
+async def _repeat(work: Callable[[], Awaitable[None]]) -> None:
+    """Do ``work`` every second until canceled, whatever it raises: the disk may be full for a while, the API away."""
+    while True:
+        try:
+            await work()
+        except Exception as error:
+            logger.error("sessions and groups that have ended wait: %s", error)
+        await asyncio.sleep(_POLL)
 
 
 def _problem(error: Any) -> tuple[int, dict[str, Any]]:

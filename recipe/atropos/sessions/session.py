@@ -113,13 +113,14 @@ class Record:
 @dataclass(eq=False, slots=True)
 class Exchange:
     """A request and its answer: the task that samples it, or the number of its turn once it is stored; ``open`` counts
-    the connections that wait for it.
+    the connections that wait for it; ``retry`` is how often its client has repeated it.
     """
 
     task: asyncio.Task | None = None
     number: int | None = None
     open: int = 0
     delivered: bool = False
+    retry: int = 0
 
     @property
     def samples(self) -> bool:
@@ -180,8 +181,10 @@ class Session:
 
     # ------------------------------------------------------------------ requests
 
-    def exchange(self, request: bytes, retry: bool) -> Exchange:
-        """Return the exchange of a request that comes again, or a new one; ``retry``: its client says that it does.
+    def exchange(self, request: bytes, retry: int) -> Exchange:
+        """Return the exchange of a request that comes again, or a new one; ``retry``: how often, as its client says.
+
+        Of equal requests that are all repeated, as after a restart, none is another's first.
 
         Raises:
             RequestError: it is new, and the session has ended; see ``check``.
@@ -189,11 +192,12 @@ class Session:
         known = self.exchanges.setdefault(request, [])
         failed = [exchange for exchange in known if exchange.failed]
         lost = [exchange for exchange in known if not (exchange.delivered or exchange.open or exchange.failed)]
-        if found := lost or (known if retry and not failed else []):
+        if found := lost or [exchange for exchange in known if exchange.retry < retry and not failed]:
             self.save(retries=self.state.retries + 1)
+            found[-1].retry = retry
             return found[-1]
         self.check()
-        known[:] = [exchange for exchange in known if exchange not in failed[:1]] + [Exchange()]
+        known[:] = [exchange for exchange in known if exchange not in failed[:1]] + [Exchange(retry=retry)]
         return known[-1]
 
     def check(self) -> None:

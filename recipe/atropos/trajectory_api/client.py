@@ -154,9 +154,11 @@ class TrajectoryApiClient:
 
     # ------------------------------------------------------------------ environments
 
-    async def register_env(self, registration: Mapping[str, Any]) -> dict[str, Any]:
-        """Register an environment by the fields of ``POST /register-env``; ``status`` of the answer may say to wait."""
-        return await self.call("POST", "/register-env", registration, key=uuid.uuid4().hex)
+    async def register_env(self, registration: Mapping[str, Any], key: str | None = None) -> dict[str, Any]:
+        """Register an environment by the fields of ``POST /register-env``; ``status`` of the answer may say to wait.
+        With the same ``key`` it is the same environment; without one it is another at each call.
+        """
+        return await self.call("POST", "/register-env", registration, key=key or uuid.uuid4().hex)
 
     async def disconnect_env(self, env_id: int, reason: str = "") -> None:
         """Leave; ``reason``: why, if something is wrong, for ``/diagnose``."""

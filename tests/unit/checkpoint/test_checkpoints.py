@@ -375,13 +375,16 @@ def test_only_a_run_that_goes_on_keeps_its_store(tmp_path):
     save(tmp_path / "other/checkpoints", 3)
 
     def keeps_its_store(mode, folder=None):
-        files.trajectories.mkdir()
+        stores = {files.trajectories, files.sessions, files.path / "sessions.sqlite-wal"}
+        for store in stores:
+            store.mkdir()
         config = {"resume_mode": mode, "resume_from_path": folder and str(folder / "global_step_3")}
         set_aside_store(files, OmegaConf.create(config | {"default_local_dir": str(files.checkpoints)}))
-        kept = files.trajectories.exists()
-        for folder in files.path.glob("trajectories*"):
+        found = {*files.path.iterdir()} - {files.checkpoints}
+        for folder in found:
             folder.rmdir()
-        return kept
+        assert found == stores or len(found - stores) == 3
+        return found == stores
 
     assert keeps_its_store("auto") and keeps_its_store("resume_path", files.checkpoints)
     assert not keeps_its_store("disable") and not keeps_its_store("resume_path", tmp_path / "other/checkpoints")

@@ -110,7 +110,8 @@ def test_blocks_become_messages():
         {"type": "text", "text": "Go on.", **_CACHED},
     ]
     asked = read(
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "user", "content": "b"},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
         {"role": "assistant", "content": [{"type": "text", "text": "Look:"}, use]},
         {"role": "user", "content": results},

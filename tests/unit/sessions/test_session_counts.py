@@ -30,7 +30,7 @@ def test_sessions_from_elsewhere_are_counted_once(tmp_path):
         )
         for opened in (whole, failed, own):
             sessions.ask(opened)
-        sessions.ask(whole, retry=True)
+        sessions.ask(whole, retry=1)
         edited = [
             {"role": "user", "content": "sum"},
             {"role": "assistant", "content": "7"},
@@ -96,13 +96,26 @@ def test_sessions_that_cannot_be_stored_are_counted_later(tmp_path, caplog):
             database.execute(
                 "CREATE TRIGGER full BEFORE UPDATE OF state ON sessions BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
             )
-        until(lambda: "sessions cannot be counted: disk is full" in caplog.text)
+        until(lambda: "sessions and groups that have ended wait: disk is full" in caplog.text)
         with sqlite3.connect(path) as database:
             database.execute("DROP TRIGGER full")
         stored = SessionStore(path, read_only=True)
         until(lambda: b'"counted":true' in stored.session(late["id"]), 10)
         stored.close()
         assert sessions.counts("a") == {"ended": 1, "failed/seconds": 1}
+
+
+def test_sessions_of_a_long_name_are_counted_with_their_metrics(tmp_path):
+    with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"])) as sessions:
+        opened = sessions.open(env="å" * 300)
+        sessions.ask(opened)
+        ended(sessions, opened, reward=1.0, metrics={"steps": 3.0, "/a path/": 1.0})
+        name = "å" * 50
+        assert sessions.counts(name)["ended"] == 1
+        [means] = [
+            line["means"] for line in read_lines(sessions.files.environment_report(name, ELSEWHERE)) if "means" in line
+        ]
+        assert means == {"turns": 1.0, "sessions/metrics/steps": 3.0}
 
 
 def test_sessions_that_are_damaged_hold_up_no_count(tmp_path, caplog):

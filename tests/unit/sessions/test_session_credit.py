@@ -114,7 +114,7 @@ def test_session_values_are_those_of_all_or_of_none(silent_turns, kept):
 
     outcomes = [("a", 1.0, rows(2, [0.5, 1.0])), ("b", 0.0, rows(silent_turns, None))]
     group = scored_group(outcomes, "program")
-    assert ("turn_values" in group["group_overrides"]) == kept
+    assert group["group_overrides"].get("turn_values") == ([[0.5, 1.0], [0.0]] if kept else None)
     add_credit(group, Credit())
     assert group["group_overrides"]["credit"].endswith(", without values") != kept
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_session_retries_get_the_recorded_reply(sessions, opened):
     first = sessions.ask(opened)
-    retry = sessions.ask(opened, retry=True)
+    retry = sessions.ask(opened, retry=1)
     again = sessions.ask(opened)
     assert retry == first and again[1]["id"] != first[1]["id"]
     assert len(sessions.policy.sampled) == 2
@@ -56,9 +57,20 @@ def test_session_retries_get_the_reply_that_was_lost(sessions, opened):
     time.sleep(0.1)
     lost.close()
     time.sleep(0.1)
-    retried = sessions.ask(opened, retry=True)
+    retried = sessions.ask(opened, retry=1)
     assert json.loads(other.getresponse().read())["id"] != retried[1]["id"]
     assert len(sessions.policy.sampled) == 2
+
+
+def test_session_equal_requests_that_all_come_again(sessions, opened):
+    """As when the server was killed amid them: each is a turn still, and one that comes a second time joins its own."""
+    sessions.policy.delay = 0.5
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(sessions.ask, opened, retry=1) for _ in range(3)]
+        time.sleep(0.2)
+        asked.append(pool.submit(sessions.ask, opened, retry=2))
+        ids = [each.result()[1]["id"] for each in asked]
+    assert len(set(ids[:3])) == len(sessions.policy.sampled) == 3 and ids[3] in ids[:3]
 
 
 def test_session_failed_requests_are_sampled_again(sessions, opened):

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(120)
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "assistant", "content": "a"}]}, "the last"),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_7"}, "no reply 7"),
         ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
+        ("/v1/chat/completions", SUM | {"chat_template_kwargs": {"chat_template": "a"}}, "chat_template says"),
+        ("/v1/chat/completions", SUM | {"chat_template_kwargs": {"max_length": 4}}, "max_length says"),
     ],
 )
 def test_session_requests_that_cannot_be_answered_are_named(sessions, path, body, named):

@@ -79,6 +79,7 @@ async def test_session_turns_are_one_row_in_every_template(tmp_path, template):
     tokenizer = program.rendering.tokenizer
     begins = "bos_token" in TEMPLATES[template]
     assert (tokenizer.encode("sum")[0] == tokenizer.bos_token_id) == begins  # it could come twice
+    assert tokenizer.decode(program.policy.sampled[-1][0]).count("<tool_call>") == 1
     for prompt, *_ in program.policy.sampled:
         assert [at for at, each in enumerate(prompt) if each == tokenizer.bos_token_id] == [0] * begins
 

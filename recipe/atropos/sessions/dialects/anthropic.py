@@ -85,7 +85,7 @@ def _messages(body: dict[str, Any]) -> list[Message]:
         found.append({"role": "system", "content": text_of(system, "system")})
     for turn, where in items_of(body, "messages"):
         for message in _turn(turn, where):
-            if found and message["role"] == found[-1]["role"] == "assistant":
+            if found and message["role"] == found[-1]["role"] and message["role"] in ("user", "assistant"):
                 join(found[-1], message)
             else:
                 found.append(message)

@@ -1,18 +1,17 @@
 """SGLang's own /generate."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    DONE,
     Asked,
     Reply,
     RequestError,
-    event,
     expect,
     ids_of,
     refuse,
     sampling_of,
+    whole,
 )
 
 PATH = "/generate"
@@ -67,7 +66,4 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     return {"text": reply.content, "output_ids": reply.tokens, "meta_info": meta, **reply.exact}
 
 
-def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
-    """Yield the whole answer: SGLang's events repeat the text from its start."""
-    yield event(answer(asked, reply))
-    yield DONE
+events = partial(whole, answer)  # SGLang's events repeat the text from its start

@@ -1,20 +1,19 @@
 """vLLM's /inference/v1/generate, from ids to ids: the ``renderers`` package calls it, so verifiers and prime-rl do."""
 
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from recipe.atropos.sessions.messages import (
-    DONE,
     Asked,
     Reply,
     RequestError,
-    event,
     expect,
     ids_of,
     refuse,
     sampling_of,
     token_logprobs,
     usage_of,
+    whole,
 )
 
 PATH = "/inference/v1/generate"
@@ -52,7 +51,4 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     }
 
 
-def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
-    """Yield the whole answer as one event."""
-    yield event(answer(asked, reply))
-    yield DONE
+events = partial(whole, answer)
