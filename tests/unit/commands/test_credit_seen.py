@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from helpers.trainer import compose_config, random_group
 from recipe.atropos.__main__ import main
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.credit.group import Credit, add_credit
+from recipe.atropos.report.run_history import read_history
+from recipe.atropos.report.token_view import token_columns
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api import records
 
@@ -63,6 +66,28 @@ def test_inspect_says_who_made_the_advantages(recorded, groups, overrides, told)
         console = Console(width=400, file=io.StringIO(), record=True)
         show(run, 1, number, 0, table=False, console=console)
         assert f"; advantages: {expected}\n" in console.export_text()
+
+
+def test_inspect_runs_no_code_that_a_run_names(recorded, groups, model_path, tmp_path, capsys):
+    """Whatever its configuration says; nor does the report, whose samples then lack their tokens."""
+    model = shutil.copytree(model_path, tmp_path / "model")
+    ran = tmp_path / "ran"
+    (model / "own.py").write_text(
+        "from transformers import Qwen2Config\n"
+        f"open({str(ran)!r}, 'w')\n"
+        "class Own(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    config = json.loads((model / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (model / "config.json").write_text(json.dumps(config | own))
+    overrides = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.trust_remote_code=true"]
+    run = recorded(groups, *overrides)
+    with pytest.raises(SystemExit, match="give --trust-remote-code"):
+        main(["inspect", str(run.path)])
+    with pytest.raises(ValueError, match="custom code"):
+        token_columns(read_history(run.path), {1: []}, 9, 9)
+    assert not ran.exists()
+    assert main(["inspect", str(run.path), "--trust-remote-code"]) == 0 and ran.exists()
 
 
 def test_inspect_shows_no_control_characters_of_a_model(recorded, groups, monkeypatch):
