@@ -26,6 +26,7 @@ from recipe.atropos.launcher.environment_processes import (
     _State,
     check_environments,
     environment_command,
+    environment_secrets,
     write_bridge,
 )
 from recipe.atropos.launcher.launch import scores_of
@@ -115,6 +116,15 @@ def test_environments_that_fill_a_batch_are_let_through():
     check_config(config(*f"{A} {B} environments.a.weight=3".split()))
     sizes = "environments.a.group_size=4 environments.b.group_size=6 data.train_batch_size=12"
     check_config(config(*f"{A} {B} {sizes}".split()))
+
+
+def test_environments_ask_no_proxy_for_the_gateway(tmp_path, monkeypatch):
+    """It would be sent their key."""
+    monkeypatch.setenv("no_proxy", "inside")
+    for host, direct in (("10.20.30.40", "inside,10.20.30.40"), ("127.0.0.1", None)):
+        run = run_of(config(A, f"inference.host={host}"), tmp_path)
+        [spec] = run.plan.specs.values()
+        assert environment_secrets(run, spec).get("no_proxy") == direct
 
 
 def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
