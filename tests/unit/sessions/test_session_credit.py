@@ -119,12 +119,6 @@ def test_session_values_are_those_of_all_or_of_none(silent_turns, kept):
     assert group["group_overrides"]["credit"].endswith(", without values") != kept
 
 
-@pytest.fixture(scope="module")
-def sessions(tmp_path_factory):
-    with Sessions(tmp_path_factory.mktemp("sessions"), ScriptedPolicy(chat_tokenizer())) as sessions:
-        yield sessions
-
-
 def test_session_turn_values_have_one_for_each_turn(sessions):
     opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
     path = f"/sessions/{opened['id']}/reward"
