@@ -128,6 +128,18 @@ def teacher_of(tensors, row, prompt_width):
     return positions[prompt_width - 1 : -1]
 
 
+def assert_verls_slices_see_the_right_tokens(data):
+    """Through verl's removal of padding and back: each response position gets the value of the token before it."""
+    sample = left_right_2_no_padding(data.to_tensordict())
+    # A "model" whose output at a position names the next token there: what logprobs are gathered by.
+    ids, offsets = sample["input_ids"].values(), sample["input_ids"].offsets()
+    output = torch.roll(ids, -1).float()
+    back = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(output, offsets), sample)
+    mask = data.batch["response_mask"].bool()
+    assert back.shape == data.batch["responses"].shape
+    assert (back[mask] == data.batch["responses"][mask].float()).all()
+
+
 OF_SCORES = {"rollout_log_probs", "ref_log_prob", "atropos_advantages", "token_level_scores", "teacher_logprobs"}
 OF_PADDING = {
     **dict.fromkeys(("env_id", "env_name", "policy_version_min", "policy_version_max", "credit", "sampling")),
@@ -145,6 +157,7 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
 
     assert dict(report.dropped) == dropped
     assert report.received == len(rows) + sum(dropped.values())
+    assert report.group_sizes == [len(group["tokens"]) for group in batch]
     events = {
         "response_truncated": sum(row["truncated"] for row in rows),
         "no_logprobs": sum(row["inference_logprobs"] is None for row in rows),
@@ -205,6 +218,7 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
     assert not tensors["response_mask"][padding].any() and not tensors["token_level_scores"][padding].any()
     assert (tensors["attention_mask"][padding].sum(-1) == 1).all()  # verl wants a prompt, and no more
     assert len(set(others["uid"][padding])) == n_pad and not set(others["uid"][padding]) & {r["uid"] for r in rows}
+    assert_verls_slices_see_the_right_tokens(data)
 
 
 def test_real_rows_have_the_lengths_that_flops_are_counted_by():
@@ -213,23 +227,6 @@ def test_real_rows_have_the_lengths_that_flops_are_counted_by():
     whole = rows_to_data_proto([rows[0], None, rows[1]], LIMITS)
     real = real_rows(whole)
     assert len(whole) == 3 and len(real) == 2 and real.meta_info["global_token_num"] == [3, 2]
-
-
-@settings(max_examples=100)
-@given(st.lists(groups(), min_size=1, max_size=3), st.integers(1, 5))
-def test_verls_own_slices_see_the_right_tokens(batch, multiple_of):
-    """Through verl's removal of padding and back: each response position gets the value of the token before it."""
-    data, _ = groups_to_data_proto(batch, LIMITS, multiple_of)
-    if data is None:
-        return
-    sample = left_right_2_no_padding(data.to_tensordict())
-    # A "model" whose output at a position names the next token there: what logprobs are gathered by.
-    ids, offsets = sample["input_ids"].values(), sample["input_ids"].offsets()
-    output = torch.roll(ids, -1).float()
-    back = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(output, offsets), sample)
-    mask = data.batch["response_mask"].bool()
-    assert back.shape == data.batch["responses"].shape
-    assert (back[mask] == data.batch["responses"][mask].float()).all()
 
 
 def good_group(**changes):
@@ -261,6 +258,7 @@ def test_distillation_fields_may_be_empty():
     ("changes", "reason", "words"),
     [
         ({"advantages": [[0.0] * 4]}, "unequal_lengths", "1 advantages for 2 sequences"),
+        ({"advantages": [[0.0, 0.0, 1e39, 0.0], [0.0] * 3]}, "nonfinite_advantages", "inf at position 2; it must be"),
         (teacher([[], [], [1, 2], [3]]), "ragged_distillation", "1 distill_token_ids and 2 distill_logprobs"),
         (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_logprobs at position 2"),
         (
@@ -301,7 +299,7 @@ def test_distillation_fields_may_be_empty():
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
     ],
-    ids=range(24),
+    ids=range(25),
 )
 def test_group_that_cannot_be_trained_on_is_refused_and_counted(changes, reason, words):
     """The message names the group, and the first place. ``test_parsing`` has what is no group for the API either."""

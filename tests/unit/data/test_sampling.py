@@ -167,10 +167,14 @@ def test_sampling_mismatch_is_between_environment_and_trainer(environment, train
         assert SamplingCheck(trainer, mode).metrics(rows, names) == known | counted
 
 
-@pytest.mark.parametrize(("changes", "kind"), [({"top_p": 0.9}, "truncated"), ({"min_new_tokens": 2}, "penalized")])
-def test_sampling_that_no_temperature_describes_is_an_error(changes, kind):
-    """Unless it is allowed; always counted."""
-    rows, names = [at(1.0, **changes), at(1.0)], ["math", "math"]
+@pytest.mark.parametrize(
+    ("sampled", "kind"),
+    [(at(1.0, top_p=0.9), "truncated"), (at(1.0, min_new_tokens=2), "penalized"), (at(0.0), "truncated")],
+    ids=["top_p", "penalty", "greedy"],
+)
+def test_sampling_that_no_temperature_describes_is_an_error(sampled, kind):
+    """Unless it is allowed; always counted. The fix that is offered works: no trainer has the temperature 0."""
+    rows, names = [sampled, at(1.0)], ["math", "math"]
     with pytest.raises(SamplingMismatch, match=f"math used {kind} sampling.*allow_truncated_sampling=true"):
         SamplingCheck(1.0).metrics(rows, names)
     counted = {f"atropos/rows_with/{kind}_sampling": 1, f"atropos/math/rows_with/{kind}_sampling": 1}
@@ -179,12 +183,7 @@ def test_sampling_that_no_temperature_describes_is_an_error(changes, kind):
         assert alarms.raised_by(counted, 1e-4, check.mode) == {f"{kind}_sampling": 1}
 
 
-def test_sampling_greedily_is_truncated_at_temperature_1():
-    """The fix that is offered is one that works: no trainer has the temperature 0."""
-    with pytest.raises(SamplingMismatch, match="math used truncated sampling"):
-        SamplingCheck(1.0).metrics([at(0.0)], ["math"])
-    counted = {"atropos/rows_with/truncated_sampling": 1, "atropos/math/rows_with/truncated_sampling": 1}
-    assert SamplingCheck(1.0, allow_truncated=True).metrics([at(0.0)], ["math"]) == counted
+def test_sampling_greedily_is_at_temperature_1():
     with pytest.raises(SamplingMismatch, match="sampled at temperature 1"):
         SamplingCheck(0.7, allow_truncated=True).metrics([at(0.0)], ["math"])
 

@@ -1,4 +1,4 @@
-"""Which posts are refused, by which reason; and that the fast and the exact path agree."""
+"""Which posts are refused, by which reason and in which words; and that the fast and the exact path agree."""
 
 import json
 import re
@@ -31,11 +31,7 @@ def sampled(**params):
 BAD = {  # fields, the reason, and what the message says
     "no tokens": ({"tokens": None}, "empty_group", "0 sequences"),
     "flat tokens": ({"tokens": [1, 2]}, "malformed", "tokens[0]"),
-    "a sequence that is none": (
-        {"tokens": [None, [4, 5]]},
-        "malformed",
-        "[0] is not a flat list of whole numbers: None",
-    ),
+    "a sequence that is none": ({"tokens": [None, [4, 5]]}, "malformed", "not a flat list of whole numbers: None"),
     "a nested token": ({"tokens": [[1, [2], 3], [4, 5]]}, "malformed", "tokens[0]"),
     "nested and empty": ({"tokens": [[[], [1, 2], 3], [4, 5]]}, "malformed", "tokens[0]"),
     "a fraction": ({"tokens": [[1, 2.5, 3], [4, 5]]}, "malformed", "tokens[0]"),
