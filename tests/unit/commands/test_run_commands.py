@@ -1,4 +1,4 @@
-"""status, stop, logs and attach, on folders of runs; tests/e2e/test_detached_run.py has them on a real run."""
+"""status, stop, logs and attach, on folders of runs; tests/e2e/test_launch.py has them on a real run."""
 
 import os
 import shutil
