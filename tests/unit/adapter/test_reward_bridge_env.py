@@ -1,4 +1,4 @@
-"""The reward bridge in front of a real BaseEnv, and on the way from a real SGLang to a real API."""
+"""The reward bridge in front of a real BaseEnv."""
 
 import asyncio
 import json
