@@ -206,14 +206,14 @@ def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables with the environments' key, the address of the session server, if there is one, and
-    the flags that are secret, for the adapter.
+    """Return environment variables with the environments' key, the address of the session server, if there is one, the
+    flags that are secret, for the adapter, and the same hash seed for all, on which generated problems may depend.
 
     An interpreter of its own also gets a folder with the recipe alone on PYTHONPATH, before the launcher's.
     """
     key = run.environments_key
     flags = split_secret_flags({"openai.api_key": key, **_own_flags(spec)})[1]
-    variables = {API_KEY_VARIABLE: key} | secret_variables(options(flags))
+    variables = {API_KEY_VARIABLE: key, "PYTHONHASHSEED": "0"} | secret_variables(options(flags))
     if not is_loopback(run.config.inference.host):  # else its clients ask the machine's proxy, with the key
         variables |= without_proxy(os.environ, reachable(run.config.inference.host))
     if run.sessions_url is not None:

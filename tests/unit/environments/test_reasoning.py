@@ -1,12 +1,16 @@
 """The environment over reasoning-gym, and the policy that is taught its sums."""
 
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.items import asked
 from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
-from recipe.atropos.environments.reasoning import ReasoningEnv, dataset, held_out, score
+from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
+from recipe.atropos.launcher.environment_processes import environment_secrets
+from recipe.atropos.utils.machine import run_program
 
 
 @pytest.fixture
@@ -28,6 +32,37 @@ def test_reasoning_holds_out_no_training_problem(make):
     env._held_out = {env.train[i]["question"] for i in range(3)}
     with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
         asked(env, 1)
+
+
+def test_reasoning_problems_are_the_same_each_time():
+    """Of a task that draws from Python's own generator too, whose state stays."""
+    random.seed(7)
+    state = random.getstate()
+    found = held_out("list_functions", "{}", 16)
+    assert random.getstate() == state
+    random.seed(8)
+    assert held_out("list_functions", "{}", 16) == found
+    train = dataset("list_functions", "{}", 9, 0)
+    assert train[3] == train[3] == [*train][3] and len(train) == 9
+
+
+def test_processes_of_a_run_have_the_same_hashes(monkeypatch):
+    """Whatever the launcher's own, since the problems of some tasks depend on them."""
+    spec, run = SimpleNamespace(args={}, python=None), SimpleNamespace(environments_key="k", sessions_url=None)
+    run.config = SimpleNamespace(inference=SimpleNamespace(host="127.0.0.1"))
+    found = set()
+    for own in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", own)
+        found.add(run_program(sys.executable, "-c", "print(hash('a'))", **environment_secrets(run, spec)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("randomized", [0, 1])
+def test_reasoning_by_hand_says_that_hashes_differ(randomized, caplog, monkeypatch):
+    python = SimpleNamespace(flags=SimpleNamespace(hash_randomization=randomized))
+    monkeypatch.setattr("recipe.atropos.environments.reasoning.sys", python)
+    ReasoningEnv.load(ReasoningEnvConfig(train_size=1, eval_size=1))
+    assert ("set PYTHONHASHSEED=0" in caplog.text) == randomized
 
 
 @pytest.mark.parametrize(
