@@ -135,6 +135,16 @@ def env(make_env):
     return make_env(CalculatorEnv, dataset_name=SYNTHETIC_STEPS, **sizes)
 
 
+def test_calculator_scores_have_no_length_penalty(env, node):
+    """Right is 1 in the units of the turns' values, however long."""
+    problem = env.train[0]
+    right = rf"\boxed{{{gold_answer(problem)}}}"
+    nodes = [node(env, right, prompt=150), node(env, "<call>1 + 1</call>", right, prompt=180)]
+    assert min(len(each.tokens) for each in nodes) > 100
+    assert asyncio.run(env.scores(problem, [right, right], nodes)) == [1.0, 1.0]
+    assert asyncio.run(env.scores(problem, [right, ""], nodes)) == [1.0, -1.0]
+
+
 def test_calculator_environment_tells_the_policy_of_its_tool(env):
     assert env.train == generate("train", 20, 0, SYNTHETIC_STEPS) and env.test == generate(
         "test", 20, 0, SYNTHETIC_STEPS
