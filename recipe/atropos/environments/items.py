@@ -194,7 +194,9 @@ class ItemsEnv(BaseEnv):
         if self.config.difficulty_pools is not None or self._levels:
             for group in filter(None, groups if isinstance(groups, list) else [groups]):
                 numbers = trajectory_numbers(group.get("group_overrides") or {}, len(group["scores"]))
-                self._follow(item, [*map(float, dict(zip(numbers, group["scores"], strict=True)).values())])
+                scores = [*map(float, dict(zip(numbers, group["scores"], strict=True)).values())]
+                if len(scores) >= min(2, self.config.group_size):  # the only one that is left says nothing
+                    self._follow(item, scores)
         return groups
 
     def _follow(self, item: Item, scores: Sequence[float]) -> None:

@@ -116,6 +116,15 @@ def test_difficulty_pools_follow_the_environments_own_scores(make_env):
     assert [*env.pool.values()] == [0.5] and sorted(env.stage_scores) == [0.5, 0.625]
 
 
+@pytest.mark.parametrize(("size", "follows"), [(2, False), (1, True)])
+def test_one_score_that_is_left_of_a_group_says_nothing(make_env, size, follows):
+    """Neither that the item is always or never solved, nor that its level is; of groups of one there is no more."""
+    items = [{"level": 1, "scores": [1.0]}]
+    env = make_env(ScoredEnv, items=items, group_size=size, difficulty_pools=0.5, curriculum_threshold=0.5)
+    asked(env, 1)
+    assert (bool(env.pool), bool(env.stage_scores)) == (follows, follows)
+
+
 def curriculum(threshold, scores, **options):
     """An environment with three levels; ``scores[level]`` are its groups'."""
     items = [{"number": n, "level": level, "scores": scores[level]} for level in scores for n in range(10)]
