@@ -42,6 +42,7 @@ async def test_items_start_as_far_as_the_bound_allows(api, make):
         assert await trainer.next_batch(manager) == [3, 4, 5]
         await asyncio.sleep(1)
         assert await asyncio.to_thread(trainer.batch) is None and len(env.begun) == 6, "two batches for version 0"
+        assert env.backlog == [{"number": 6}], "a checkpoint has what waits for a ticket"
         trainer.push()
         assert await trainer.next_batch(manager) == [6, 7, 8]
         again = ScriptedTrainer(api, BATCH, max_staleness=1, after=1)

@@ -176,6 +176,31 @@ def test_difficulty_pools_hold_what_has_come_back(make_env):
     assert len(env.pool) == sum(item["solved"] != "mixed" for item in found[:30])
 
 
+def test_items_in_flight_at_a_checkpoint_come_again(make_env, tmp_path):
+    """And those of the backlog: each is rolled out once in its epoch. What is no training item is not saved."""
+    env, resumed, again, old = (make_env(ScoredEnv, items=POOLED) for _ in range(4))
+    for each in (env, resumed, again, old):
+        each.checkpoint_dir, each.wandb_prepend, each.curr_step = str(tmp_path), "scored_0", 7
+    begun = asked(env, 50, delay=8)
+    env.backlog = [begun[41], {"number": 99}]
+    env.running_items.pop("42")
+    env.save_checkpoint(7)
+    resumed.load_checkpoint()
+    assert resumed.backlog == [begun[41], *begun[43:]]
+    done = [*begun[:41], begun[42], *resumed.backlog, *asked(resumed, 10)]
+    assert sorted(map(json.dumps, done)) == sorted(map(json.dumps, POOLED))
+    resumed.save_checkpoint(8)
+    again.curr_step = 8
+    again.load_checkpoint()
+    assert again.backlog == resumed.backlog, "of a run that is resumed twice"
+    path = tmp_path / "env_checkpoints/scored_0/step-7.json"
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "unfinished"})
+    )
+    old.load_checkpoint()
+    assert old.position == 50 and old.backlog == []
+
+
 @pytest.mark.parametrize(("train", "test"), [(0, 81), (81, 0)])
 def test_a_split_without_items_is_refused_before_the_start(train, test):
     class Few(GSM8kEnv):
