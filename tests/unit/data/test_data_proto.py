@@ -254,6 +254,13 @@ def test_distillation_fields_may_be_empty():
     assert teacher_of(data.batch, 1, 2) == [{}, {}]
 
 
+def test_what_a_teacher_says_of_untrained_positions_does_not_count():
+    """As where vLLM adds the sampled token to the top-k of a prompt."""
+    said = teacher([[-7], [7, 7, 8], [1, 2], [3, 4]], [[9.0, 9.0], [-1.0, -1.0, -1.0], [-1.0, -2.0], [-1.0, -2.0]])
+    data, report = groups_to_data_proto([good_group(**said)], LIMITS)
+    assert not report.dropped and teacher_of(data.batch, 0, 2) == [{1: -1.0, 2: -2.0}, {3: -1.0, 4: -2.0}]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "words"),
     [
@@ -267,9 +274,9 @@ def test_distillation_fields_may_be_empty():
             "0 distill_token_ids and 0 distill_logprobs at position 3, and 2 at its first trained one",
         ),
         (
-            teacher([[7], [7], [1, 2], [3, 4]], [[-1.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]]),
+            teacher([[], [], [1, 2], [3]], [[], [], [-1.0, -2.0], [-1.0]]),
             "ragged_distillation",
-            "1 distill_token_ids and 1 distill_logprobs at position 0",
+            "1 distill_token_ids and 1 distill_logprobs at position 3, and 2 at its first trained one",
         ),
         (teacher([[], [], [3, 100], [200, 4]]), "foreign_tokens", "distill_token_ids[0] is 100 at position 2"),
         (teacher([[], [], [4, 4], [3, 3]]), "repeated_distill_token", "distill_token_ids[0] is [4, 4] at position 2"),
