@@ -117,8 +117,8 @@ def environment(model_path, server, sessions, monkeypatch, items, **fields):
     _, [handle] = ProgramEnv.config_init()
     handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
     config = ProgramEnvConfig(
-        tokenizer_name=str(model_path), items=str(path), sessions_url=sessions.url, use_wandb=False,
-        data_dir_to_save_evals=str(sessions.folder),
+        tokenizer_name=str(model_path), items=str(path), held_out=str(path), sessions_url=sessions.url,
+        use_wandb=False, data_dir_to_save_evals=str(sessions.folder),
         **{"group_size": 3, "max_tokens": 40, "max_token_length": 250} | fields,
     )  # fmt: skip
     yield ProgramEnv(config, [handle], slurm=False)

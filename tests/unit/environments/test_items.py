@@ -219,7 +219,8 @@ def test_curriculum_needs_levels_and_names_the_item(tmp_path):
     items.write_text('{"level": 1}\n{"level": "2"}\n{"level": 3}\n')
     message = r"--env.curriculum_threshold=0.8: item 2 has no number 'level': \{'level': '2'\}; give each item one"
     with pytest.raises(ConfigurationError, match=message):
-        ProgramEnv.check_config(ProgramEnvConfig(command="true", items=str(items), curriculum_threshold=0.8))
+        program = {"command": "true", "items": str(items), "held_out": str(items)}
+        ProgramEnv.check_config(ProgramEnvConfig(**program, curriculum_threshold=0.8))
     with pytest.raises(ConfigurationError, match="item 1 has no number 'level'"):
         GSM8kEnv.check_config(GSM8kEnvConfig(dataset_name="synthetic", train_size=9, curriculum_threshold=0.8))
     GSM8kEnv.check_config(CalculatorEnvConfig(dataset_name=SYNTHETIC_STEPS, train_size=9, curriculum_threshold=0.8))

@@ -19,7 +19,7 @@ from helpers.agents import adds
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.squatter import needs_root
 from recipe.atropos.adapter.recorded_calls import cause_of
-from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, parted, read_reward
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.sessions.client import Opened
@@ -43,8 +43,8 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
     handle.model_name = str(tmp_path / "model")
     with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=list(replies))) as sessions:
         config = ProgramEnvConfig(
-            tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
-            use_wandb=False, parallel=1, **fields,
+            tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
+            sessions_url=sessions.url, use_wandb=False, parallel=1, **fields,
         )  # fmt: skip
         env = ProgramEnv(config, [handle], slurm=False)
 
@@ -264,12 +264,29 @@ def test_program_rewards_are_finite_numbers(result, caplog):
     assert "give a finite number" in caplog.text
 
 
+def test_program_items_that_are_held_out_are_not_trained_on():
+    """A fifth of the different ones, wherever they are in the file and however often."""
+    items = [{"a": n % 10, "b": [n % 2]} for n in range(50)]
+    train, test = parted(ProgramEnvConfig(), items, None)
+    assert len(train) == 40 and len(test) == 10 and not [item for item in test if item in train]
+    again, held_out = parted(ProgramEnvConfig(), [dict(reversed(item.items())) for item in items[::-1]], None)
+    assert (again, held_out) == (train[::-1], test[::-1])
+    assert [*map(len, parted(ProgramEnvConfig(), items[:2], None))] == [1, 1]
+    assert parted(ProgramEnvConfig(train_size=1, eval_size=1), items, items) == (items[:1], items[:1])
+
+
+def test_program_items_of_which_none_can_be_held_out_are_refused():
+    message = r"the items are 3 times \{'a': 1\}: none can be held out; give others for evaluation with --env.held_out"
+    with pytest.raises(ConfigurationError, match=message):
+        parted(ProgramEnvConfig(), [{"a": 1}] * 3, None)
+
+
 def test_program_items_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     """Lines that are no JSON, values that cannot be sent, and data sets that are not there."""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     path = tmp_path / "items.jsonl"
     path.write_text(json.dumps(item := {"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))[0] == [item], "lines end as JSON's do"
+    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path), held_out=str(path)))[0] == [item], "lines end as JSON's do"
     for lines, items, expected in (
         ("1\n\n{'a': 1}", path, "--env.items=.*items.jsonl line 3 is not JSON: Expecting"),
         ("1\n" + json.dumps({"n": 10**20}), path, "item 2 cannot be sent"),

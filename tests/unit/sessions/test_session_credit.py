@@ -52,8 +52,8 @@ def sent(tmp_path, monkeypatch):
         settings = AdapterSettings(credit=json.dumps({"lam": 0.0}))
         with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=[f"{n} is the sum" for n in range(40)])) as sessions:
             config = ProgramEnvConfig(
-                tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
-                use_wandb=False, parallel=1, agent=f"{__name__}:delegates",
+                tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
+                sessions_url=sessions.url, use_wandb=False, parallel=1, agent=f"{__name__}:delegates",
                 data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
             )  # fmt: skip
             env = adapt(ProgramEnv, settings=settings)(config, [handle], slurm=False)
