@@ -286,7 +286,9 @@ def test_program_items_that_cannot_be_read_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     path = tmp_path / "items.jsonl"
     path.write_text(json.dumps(item := {"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path), held_out=str(path)))[0] == [item], "lines end as JSON's do"
+    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path), held_out=str(path)))[0] == [item], (
+        "lines end as JSON's do"
+    )
     for lines, items, expected in (
         ("1\n\n{'a': 1}", path, "--env.items=.*items.jsonl line 3 is not JSON: Expecting"),
         ("1\n" + json.dumps({"n": 10**20}), path, "item 2 cannot be sent"),
