@@ -1,10 +1,11 @@
 """What becomes of findings: raised once, cleared once, and counted; and what the history keeps of a run."""
 
+
 import numpy as np
 import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
-from recipe.atropos.run.record import left_open
+from recipe.atropos.run.record import by_alarm, left_open
 from recipe.atropos.watchdog.alarms import Watchdog, account
 from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, AlarmLimits, History
 
@@ -172,6 +173,14 @@ def test_watchdog_accounts_for_alarms_over_all_starts():
     # An alarm of another version.
     entry = account([line("too_blue", "raised", 2, 1)], 3)["too_blue"]
     assert entry["means"] == "" and entry["advice"] == "paint" and entry["steps"] == 3
+
+
+def test_watchdog_alarm_that_changed_last_comes_last():
+    lines = [line("queue_full", "raised", 0, 0), line("too_long", "raised", 0, 0)]
+    lines += [line("queue_full", "cleared", step, 0) for step in range(3)]
+    found = by_alarm(lines)
+    assert list(found) == [("too_long", None), ("queue_full", None)]
+    assert found["queue_full", None] == [lines[0], *lines[2:]]
 
 
 def test_watchdog_clears_after_steps_that_are_trained_again():
