@@ -91,7 +91,8 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
         assert not all(
             torch.equal(a, b) for a, b in zip(pushed_weights(tmp_path, 102).values(), base.values(), strict=True)
         )
-        assert [p.name for p in (tmp_path / "weights").glob("[!.]*")] == ["version_102"], "old versions are removed"
+        kept = (tmp_path / "weights" / "weight_versions").glob("[!.]*")
+        assert [path.name for path in kept] == ["version_102"], "old versions are removed"
         assert_export_is_what_is_served(trainer, server, pushed_weights(tmp_path, 102), tmp_path / "exported")
 
 
@@ -127,7 +128,7 @@ def test_probe_catches_other_weights_and_older_keys(fitted, model_path, server, 
     """True pushes pass.
 
     In both faults the server reports the new version, so a look at the version alone finds nothing."""
-    manager, weights = fitted.checkpoint_manager, Path(fitted.config.run.dir, "weights")
+    manager, weights = fitted.checkpoint_manager, Path(fitted.config.run.dir, "weights", "weight_versions")
     older, newer = tmp_path / "older", weights / "version_12"
     assert manager.update_weights(11)["weight_sync/probe_gap"] < 1e-4
     shutil.copytree(weights / "version_11", older)

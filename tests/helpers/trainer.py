@@ -138,7 +138,7 @@ def prepare(trainer: Any, batch: Any, step: int) -> None:
 
 def pushed_weights(run_dir: Path | str, version: int) -> dict[str, torch.Tensor]:
     """What was written for a push of this version, by name."""
-    files = sorted(Path(run_dir, "weights", f"version_{version}").glob("*.safetensors"))
+    files = sorted(Path(run_dir, "weights", "weight_versions", f"version_{version}").glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 

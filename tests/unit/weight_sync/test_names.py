@@ -173,7 +173,7 @@ def test_names_of_a_push_that_differ_end_it_before_its_version(tmp_path, change,
     assert asyncio.run(engine.send_weights(iter(pairs), 1, []))["weight_sync/version"] == 1
     with pytest.raises(WeightNamesError, match=told):
         asyncio.run(engine.send_weights(iter(change(pairs)), 2, []))
-    assert [path.name for path in tmp_path.glob("[!.]*")] == ["version_1"]
+    assert [path.name for path in (tmp_path / "weight_versions").glob("[!.]*")] == ["version_1"]
 
 
 def tensors(shapes):

@@ -57,7 +57,7 @@ def calls_to(servers, endpoint):
 @pytest.fixture
 def old(tmp_path):
     """The folder of the version before."""
-    folder = tmp_path / "weights" / "version_6"
+    folder = tmp_path / "weights" / "weight_versions" / "version_6"
     folder.mkdir(parents=True)
     return folder
 

@@ -41,26 +41,41 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     models = [make_tiny_model(tmp_path / name, seed) for seed, name in enumerate(("old", "new"))]
     pusher = engine([], "disk", tmp_path)
     send(pusher, models[0], 1)
-    told = f"cannot be written to {tmp_path / 'weights'}: .*make room"
+    folder = tmp_path / "weights" / "weight_versions"
+    told = f"cannot be written to {folder}: .*make room"
     with size_limit(150_000), pytest.raises(WeightPushError, match=told):
         send(pusher, models[1], 2)
-    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == ["version_1"]
+    assert [path.name for path in folder.glob("[!.]*")] == ["version_1"]
     send(pusher, models[1], 3)
-    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == ["version_3"]
+    assert [path.name for path in folder.glob("[!.]*")] == ["version_3"]
 
 
 def test_a_folder_that_another_run_pushes_through_is_refused(tmp_path, monkeypatch):
     """Its version 1 would be loaded as this run's, or removed before the servers have read it."""
     monkeypatch.setattr(DiskTransport._take_folder.retry, "stop", stop_after_attempt(2))
-    model = make_tiny_model(tmp_path / "model", 0)
+    model, folder = make_tiny_model(tmp_path / "model", 0), tmp_path / "weights" / "weight_versions"
     first, second = engine([], "disk", tmp_path), engine([], "disk", tmp_path)
     send(first, model, 1)
-    with pytest.raises(WeightPushError, match=f"cannot be written to {tmp_path / 'weights'}: another run has it"):
+    with pytest.raises(WeightPushError, match=f"cannot be written to {folder}: another run has it"):
         send(second, model, 1)
     send(first, model, 2)
     del first
     send(second, model, 3)
-    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == ["version_3"]
+    assert [path.name for path in folder.glob("[!.]*")] == ["version_3"]
+
+
+def test_a_push_removes_nothing_that_no_push_has_written(tmp_path):
+    """The folder given may be the user's own, where Lightning writes ``version_0``."""
+    pusher, model = engine([], "disk", tmp_path), make_tiny_model(tmp_path / "model", 0)
+    kept = [tmp_path / "weights" / name for name in ("version_0", "version_1", "weight_versions/version_1-backup")]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        (folder / "metrics.csv").touch()
+    send(pusher, model, 1)
+    send(pusher, model, 2)
+    assert all((folder / "metrics.csv").exists() for folder in kept)
+    written = {path.name for path in (tmp_path / "weights" / "weight_versions").glob("[!.]*")}
+    assert written == {"version_1-backup", "version_2"}
 
 
 def test_the_engines_defaults_are_the_configurations_own():

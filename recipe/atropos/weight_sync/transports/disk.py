@@ -1,10 +1,12 @@
 """Weight transport through a folder that the trainer's rank 0 and every server can read.
 
 A version appears completely or not at all. Only the active version is kept; a failed write leaves nothing behind.
+Nothing outside the subfolder ``weight_versions`` is touched, since the folder given may hold other things.
 One trainer at a time has the folder: another's version 7 would be loaded as this one's.
 """
 
 import fcntl
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ class DiskTransport(WeightTransport, name="disk"):
     """Writes safetensors files, each closed once it holds ``bucket_size`` bytes or more."""
 
     def __init__(self, *, directory: str | Path, bucket_size: int, **_: object):
-        self.directory = Path(directory).resolve()
+        self.directory = Path(directory).resolve() / "weight_versions"
         self.bucket_size = bucket_size
         self._lock: IO[bytes] | None = None
 
@@ -92,7 +94,7 @@ class DiskTransport(WeightTransport, name="disk"):
 
     def release(self, version: int) -> None:
         for other in self.directory.glob("version_*"):
-            if other != self.path(version):
+            if re.fullmatch(r"version_\d+", other.name) and other != self.path(version):
                 shutil.rmtree(other, ignore_errors=True)
 
 
