@@ -105,9 +105,8 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
 def _own_checkpoints(folder: RunDir, config: DictConfig) -> Checkpoints:
     """Return the run's checkpoints. Raises ConfigurationError if another run has its own there."""
     checkpoints = Checkpoints(config.trainer.default_local_dir)
-    owner = ""
-    with _usable(checkpoints), contextlib.suppress(FileNotFoundError):
-        owner = checkpoints.owner.read_text()
+    with _usable(checkpoints):
+        owner = checkpoints.run_dir()
     if folder.is_other(owner) and not checkpoints.directory.is_relative_to(folder.path):  # unlike those of a copy
         raise ConfigurationError(
             f"trainer.default_local_dir={checkpoints.directory} is that of the run in {owner}: resume that run "

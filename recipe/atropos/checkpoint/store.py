@@ -55,6 +55,13 @@ class Checkpoints:
         self.directory = Path(directory).resolve()
         self.owner = self.directory / ".run_dir"  # the path of the run whose checkpoints these are
 
+    def run_dir(self) -> str:
+        """Return the path of the run whose checkpoints these are; "" if none is recorded."""
+        try:
+            return self.owner.read_text()
+        except FileNotFoundError:
+            return ""
+
     def whole(self) -> list[Path]:
         """Return the complete checkpoints, in the order in which they were completed."""
         found = {folder: self._sequence(folder) for folder in self.folders()}
@@ -192,11 +199,12 @@ class Checkpoints:
 
 
 def checkpoints_of(run: RunDir) -> Checkpoints:
-    """Return the checkpoints of a run, even if its folder was moved."""
+    """Return the checkpoints of a run, even if its folder was moved, and another run now has its former path."""
     own = Checkpoints(run.checkpoints)
     if own.folders() or not run.config.exists():
         return own
-    return Checkpoints(read_config_yaml(run.config).trainer.default_local_dir)
+    recorded = Checkpoints(read_config_yaml(run.config).trainer.default_local_dir)
+    return own if recorded.folders() and run.is_other(recorded.run_dir()) else recorded
 
 
 def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) -> Path:

@@ -223,6 +223,21 @@ def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
     configured(**{"run.dir": str(tmp_path / "moved"), "trainer.default_local_dir": str(shared)})
 
 
+@pytest.mark.parametrize("place", ["run/checkpoints", "shared"])
+def test_run_dir_that_was_moved_has_no_other_runs_checkpoints(configured, tmp_path, place):
+    """Those of a run that was moved count; not those that a run saves where it was."""
+    moved, options = RunDir(tmp_path / "moved"), {"trainer.default_local_dir": str(tmp_path / place)}
+    configured(**options)
+    (tmp_path / "run").rename(moved.path)
+    if place == "shared":
+        save(tmp_path / place, 2)
+        assert choose_checkpoint(moved) == tmp_path / "shared/global_step_2"
+    configured(**options)
+    save(tmp_path / place, 4)
+    with pytest.raises(ConfigurationError, match=f"^{moved.checkpoints} holds no whole checkpoint"):
+        choose_checkpoint(moved)
+
+
 def test_a_copied_run_leaves_the_original_its_wandb_run(configured, tmp_path):
     """Both would write to it; of a folder that was moved, it is the same run."""
     configured()
