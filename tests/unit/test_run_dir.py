@@ -2,12 +2,14 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import subprocess
 import sys
 import time
 
 import orjson
+import psutil
 import pytest
 
 from helpers.disk import fill, size_limit
@@ -160,11 +162,38 @@ def test_run_dir_folder_returns_after_a_kill(tmp_path, started, killed, left, by
     else:
         with contextlib.suppress(KeyError), replace_folder(tmp_path / "model"):
             raise KeyError
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"] and not list(tmp_path.glob(".model*"))
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["old"] and not list(tmp_path.glob(".*"))
 
 
-def test_run_dir_folder_is_replaced_over_what_its_number_left(tmp_path):
-    """In a container the number is often the same."""
+REPLACE_SLOWLY = """
+import sys
+from pathlib import Path
+from recipe.atropos.utils.files import replace_folder
+with replace_folder(Path(sys.argv[1]) / "model") as folder:
+    print("writing", flush=True)
+    sys.stdin.read()
+    (folder / "new").touch()
+"""
+
+
+@pytest.mark.parametrize("by", ["start", "export"])
+def test_run_dir_partial_files_of_the_living_elsewhere_are_left(tmp_path, started, monkeypatch, by):
+    """On another machine, or in another container, whose pids are unknown here."""
+    monkeypatch.setattr(psutil, "pid_exists", lambda _: False)
+    writer = started(REPLACE_SLOWLY, tmp_path)
+    assert writer.stdout.readline() == "writing\n"
+    if by == "start":
+        RunDir(tmp_path).remove_partial()
+    else:
+        with replace_folder(tmp_path / "model") as folder:
+            (folder / "old").touch()
+    writer.communicate()
+    assert writer.returncode == 0 and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["new"]
+
+
+def test_run_dir_folder_replaces_what_an_earlier_version_left(tmp_path):
+    """Its number was a pid, and there was no lock."""
     for name in (f".model.{os.getpid()}.partial", f".model.former.{os.getpid()}.partial", "model"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "left").touch()
@@ -185,15 +214,16 @@ def test_run_dir_write_atomic_keeps_the_old_file_at_any_byte(tmp_path):
     assert path.read_bytes() == new and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_run_dir_partial_files_of_the_dead_are_removed(tmp_path, started):
-    folder, dead = RunDir(tmp_path), started("pass", tmp_path)
-    dead.wait()
+def test_run_dir_partial_files_of_the_dead_are_removed(tmp_path):
+    folder = RunDir(tmp_path)
     folder.environments.mkdir()
-    left = [tmp_path / f".summary.json.{dead.pid}.partial", folder.environments / f".a.jsonl.{dead.pid}.partial"]
-    kept = [tmp_path / f".summary.json.{os.getpid()}.partial", tmp_path / "mine.partial"]
+    left = [tmp_path / name for name in (".1.lock", ".summary.json.1.partial", "environments/.a.jsonl.3.partial")]
+    kept = [tmp_path / name for name in (".2.lock", ".summary.json.2.partial", "mine.partial")]
     for path in [*left, *kept]:
         path.touch()
-    folder.remove_partial()
+    with kept[0].open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder.remove_partial()
     assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
 
 

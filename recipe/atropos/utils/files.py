@@ -4,6 +4,7 @@ Guarantees:
 
 - ``write_atomic`` replaces a whole file: readers see the old or the new content, even after a kill or on a full disk.
 - ``replace_folder`` makes a folder appear complete or not at all.
+- ``remove_partial`` removes what killed processes left, and nothing of a live one, whatever machine it is on.
 - ``append_line`` adds a whole line: a partial line left by a kill is cut before the next, and no reader ever gets it.
 - A full disk raises ``DiskFull``, which names the path.
 - ``bound_log`` bounds a file that other processes hold open for appending, however fast they write.
@@ -12,15 +13,16 @@ Guarantees:
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
-import psutil
 import yaml
 
 from recipe.atropos.errors import AtroposError
@@ -87,19 +89,18 @@ def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
         DiskFull: nothing is changed, and no partial file is left.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    try:
-        with disk_errors(path):
-            partial.unlink(missing_ok=True)  # of an earlier process with this pid, perhaps with another mode
+    with disk_errors(path), _writer(path.parent) as number:
+        partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
+        try:
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())  # some file systems report a full disk only now
             os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 def sync(path: str | Path) -> None:
@@ -124,38 +125,60 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}.*{PARTIAL}"):
-        remove_partial(left, own=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    former = path.with_name(f".{path.name}.former.{os.getpid()}{PARTIAL}")
-    try:
-        with disk_errors(path):
+        remove_partial(left)
+    with disk_errors(path), _writer(path.parent) as number:
+        partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
+        former = path.with_name(f".{path.name}.former.{number}{PARTIAL}")
+        try:
             partial.mkdir()
             yield partial
             if path.exists():
                 path.rename(former)
             partial.rename(path)
-    finally:
-        if former.exists() and not path.exists():
-            former.rename(path)
-        for folder in (partial, former):
-            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            if former.exists() and not path.exists():
+                former.rename(path)
+            for folder in (partial, former):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_partial(partial: Path, own: bool = False) -> None:
-    """Remove a partial file or folder, unless its writer lives; ``own``: this pid means an earlier process.
+@contextlib.contextmanager
+def _writer(folder: Path) -> Iterator[int]:
+    """Yield a number for the names of partial files, with a locked file ``.NUMBER.lock`` beside them until the block
+    ends: processes in other containers and on other machines see the lock, unlike a pid.
+    """
+    number = secrets.randbits(64)
+    with (folder / f".{number}.lock").open("xb") as lock:
+        try:
+            with contextlib.suppress(OSError):  # no file can be locked there, so nothing is removed either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield number
+        finally:
+            Path(lock.name).unlink(missing_ok=True)
+
+
+def remove_partial(partial: Path) -> None:
+    """Remove a partial file or folder, unless its writer lives, which holds its lock.
 
     A folder that ``replace_folder`` moved aside, before it was killed without replacing it, is moved back.
     """
     writer = partial.name.split(".")[-2]
-    if not writer.isdigit() or (psutil.pid_exists(int(writer)) and not (own and int(writer) == os.getpid())):
+    if not writer.isdigit():
         return
-    place, former, _ = partial.name.removeprefix(".").rpartition(f".former.{writer}{PARTIAL}")
-    if former and partial.is_dir() and not partial.with_name(place).exists():
-        partial.rename(partial.with_name(place))
-    elif partial.is_dir():
-        shutil.rmtree(partial, ignore_errors=True)
-    else:
-        partial.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(partial.with_name(f".{writer}.lock").open("ab"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        place, former, _ = partial.name.removeprefix(".").rpartition(f".former.{writer}{PARTIAL}")
+        if former and partial.is_dir() and not partial.with_name(place).exists():
+            partial.rename(partial.with_name(place))
+        elif partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+        Path(lock.name).unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
@@ -254,20 +277,21 @@ def bound_log(path: Path, limit: int) -> None:
     ``limit`` bytes that were there at the beginning, and as many after them. Where there is no room for the copy, the
     log stays as it is.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with contextlib.suppress(OSError):
         if (size := path.stat().st_size) <= limit:
             return
-        try:
-            with open(path, "r+b", buffering=0) as log, open(os.open(partial, _NEW, 0o600), "wb", buffering=0) as copy:
-                if size > 2 * limit:
-                    log.seek(size - limit)
-                room = 2 * limit - _copy(log, copy, 2 * limit)
-                os.replace(partial, path.with_name(f"{path.name}.1"))
-                _copy(log, copy, room)
-                log.truncate(0)
-        finally:
-            partial.unlink(missing_ok=True)
+        with _writer(path.parent) as number:
+            partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
+            try:
+                with open(path, "r+b", buffering=0) as log, open(os.open(partial, _NEW, 0o600), "wb", 0) as copy:
+                    if size > 2 * limit:
+                        log.seek(size - limit)
+                    room = 2 * limit - _copy(log, copy, 2 * limit)
+                    os.replace(partial, path.with_name(f"{path.name}.1"))
+                    _copy(log, copy, room)
+                    log.truncate(0)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 def _copy(source: BinaryIO, target: BinaryIO, most: int) -> int:
