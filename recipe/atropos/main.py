@@ -59,7 +59,6 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     fill_in(config)
     if warning := set_attention(config):
         print(warning, flush=True)
-    OmegaConf.resolve(config)
     folder = RunDir(config.run.dir)
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
     os.environ.setdefault("WANDB_DIR", str(config.run.dir))
@@ -116,7 +115,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     """Return ``ray.init``'s arguments; all workers, also on other machines, get this process's platform variables."""
     from recipe.atropos.verl_ext.driver import get_ppo_ray_runtime_env
 
-    init: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init)
+    init: dict[str, Any] = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
     if not cluster_address(init) and config.trainer.device == "cuda" and config.trainer.nnodes == 1:
         init.setdefault("num_gpus", min(config.trainer.n_gpus_per_node, visible_gpus()))  # the others are the servers'
     runtime_env = {**get_ppo_ray_runtime_env(config), **(init.pop("runtime_env", None) or {})}

@@ -83,7 +83,7 @@ def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
     from recipe.atropos.launcher.cluster_check import check_nodes, wait_for_nodes
     from recipe.atropos.utils.local_ray import start_ray
 
-    start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
+    start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True) | {"log_to_driver": False})
     findings = [*wait_for_nodes(nodes, wait), *check_nodes(config)]
     console, width = Console(highlight=False), max(len(finding.node) for finding in findings)
     for finding in sorted(findings, key=lambda finding: finding.node):

@@ -60,6 +60,7 @@ from recipe.atropos.utils.secret import (
     COMPLETE,
     HIDDEN,
     check_not_hidden,
+    escaped,
     is_secret,
     read_config_yaml,
     restore,
@@ -122,15 +123,17 @@ def load_config(overrides: Sequence[str]) -> DictConfig:
 
 
 def resolved(composed: DictConfig) -> DictConfig:
-    """Return a resolved and checked copy of what ``compose_config`` returned; raises as ``load_config``."""
-    config = copy.deepcopy(composed)
+    """Return a resolved and checked copy of what ``compose_config`` returned; raises as ``load_config``.
+
+    A literal ``${`` in it is escaped, as in what was composed, so that it can be resolved again.
+    """
     try:
-        OmegaConf.resolve(config)
+        values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigurationError(_first_line(error)) from error
-    if wrong := wrong_values(OmegaConf.to_container(config)):
+    if wrong := wrong_values(values):
         raise ConfigurationError("\n".join(wrong.values()))
-    return config
+    return OmegaConf.create(escaped(values), flags={"struct": OmegaConf.is_struct(composed)})
 
 
 def with_values(composed: DictConfig, values: Mapping[str, Any]) -> DictConfig:

@@ -178,7 +178,7 @@ class Cluster:
     def __init__(self, config: DictConfig, launches: Mapping[str, SGLangLaunch], programs: Collection[str]):
         auto_init_hook.enable_auto_connect = False  # else a check that goes on after the end starts another Ray
         before = signal.getsignal(signal.SIGTERM)  # Ray sets its own, which would end this process at once
-        start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init) | {"log_to_driver": False})
+        start_ray(**OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True) | {"log_to_driver": False})
         signal.signal(signal.SIGTERM, before)
         self._timeout = float(config.inference.start_timeout)
         self._groups: list[PlacementGroup] = []

@@ -108,9 +108,18 @@ def public_config(config: DictConfig) -> dict[str, Any]:
     return without_secrets(OmegaConf.to_container(config, resolve=True))
 
 
+def escaped(values: Any) -> Any:
+    """Return a copy of nested mappings and lists with each ``${`` escaped: OmegaConf resolves it to ``values``."""
+    if isinstance(values, dict):
+        return {key: escaped(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [escaped(value) for value in values]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", values) if isinstance(values, str) else values
+
+
 def config_yaml(config: DictConfig) -> bytes:
     """Return the complete configuration without secrets; when loaded, the key comes from $ATROPOS_API_KEY."""
-    public = public_config(config)
+    public = escaped(public_config(config))
     public["inference"]["api_key"] = API_KEY
     return COMPLETE + OmegaConf.to_yaml(OmegaConf.create(public)).encode()
 

@@ -10,12 +10,23 @@ from omegaconf import OmegaConf
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config import schema as choices
-from recipe.atropos.config.compose import compose_config, leaves, load_config, presets, resolved, with_values
+from recipe.atropos.config.compose import (
+    compose_config,
+    leaves,
+    load_complete,
+    load_config,
+    load_recorded,
+    presets,
+    resolved,
+    with_values,
+)
+from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.keys import EXCLUDED, is_free, unsupported
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.unsupported import CONDITIONAL, UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.secret import config_yaml
 
 ACTOR, MODEL, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "ref", "rollout"))
 ATROPOS = "trainer.atropos"
@@ -288,6 +299,20 @@ def test_schema_keys_without_effect_say_why_and_what_to_set():
         why, instead = unsupported(line.partition("=")[0])
         assert f"=another has no effect here: {why}; " in line
         assert line.endswith(f"; set {instead} instead" if instead else "; leave it out")
+
+
+def test_schema_keeps_the_braces_of_a_template(tmp_path, monkeypatch):
+    """Whether they are escaped, or in a variable that is referred to; also where config.yaml is read again."""
+    template, path = r"${name}, in \boxed{}: \${x}^2, \\${y}", tmp_path / "config.yaml"
+    monkeypatch.setenv("TEMPLATE", template)
+    given = [r"environment.args.prompt='give \${x}^2'", "environment.args.prompts=[{a: '${oc.env:TEMPLATE}'}]"]
+    config = load_config(["preset=demo", *given])
+    for load in (load_complete, load_recorded):
+        [spec] = environment_specs(resolved(config)).values()
+        assert (spec.args["prompt"], spec.args["prompts"]) == ("give ${x}^2", [{"a": template}])
+        path.write_bytes(config_yaml(config))
+        config = load(path)
+        assert config_yaml(config) == path.read_bytes()
 
 
 def test_schema_preset_does_not_leak_into_another_environment():
