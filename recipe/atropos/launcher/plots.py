@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -27,6 +28,7 @@ def plot_reward(directory: str | Path, window: int = 5) -> Path:
     return path
 
 
+@rc_context({"text.parse_math": False})  # a name may hold "$"
 def reward_figure(directory: str | Path, window: int = 5) -> Figure:
     """Plot the mean score of each step's sequences, its moving average over ``window`` steps, and the evaluations.
 

@@ -15,7 +15,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.launcher.evaluation import Evaluations, evaluation_text, heldout_summary, main_metric
 from recipe.atropos.launcher.launch import write_page_of_failure, write_pictures
-from recipe.atropos.launcher.plots import reward_figure
+from recipe.atropos.launcher.plots import plot_reward, reward_figure
 from recipe.atropos.run.evaluations import (
     NotEvaluated,
     mark_evaluated,
@@ -173,6 +173,14 @@ def test_the_picture_shows_every_evaluation_of_every_environment(tmp_path):
     drawn = {curve.get_label(): list(curve.get_xdata()) for curve in right.lines}
     assert drawn == {"held out, a: accuracy": [0, 3, 6], "held out, b: accuracy": [0, 3, 6]}
     assert {"score, a", "score, b"} <= {curve.get_label() for curve in left.lines}
+
+
+def test_the_picture_shows_names_that_are_no_formulas(tmp_path):
+    folder, names = tmp_path / "$a_$", ("$b_$", "$c_$")
+    folder.mkdir()
+    write(folder, *(line(step, name) for step in (0, 3) for name in names))
+    rewrite_lines(folder / "metrics.jsonl", [{"step": 1, **{f"atropos/{name}/mean_score": 0.5 for name in names}}])
+    assert plot_reward(folder).read_bytes().startswith(b"\x89PNG")
 
 
 # ---------------------------------------------------------------- what the launcher leaves of a run to look at
