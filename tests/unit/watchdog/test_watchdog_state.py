@@ -1,6 +1,5 @@
 """What becomes of findings: raised once, cleared once, and counted; and what the history keeps of a run."""
 
-
 import numpy as np
 import pytest
 
