@@ -43,13 +43,11 @@ def group():
 
 
 def test_credit_of_turn_values_by_hand(group):
-    """All begin in one state; then no two histories are the same: each turn is compared with those of the others."""
+    """All begin in one state; then no two histories are the same: each turn is compared with the others' of its number."""
     group["group_overrides"] = {"turn_values": [[0.5, 0.5, 9], [0.0, 0.5, 9], [0.5, 0.0, 9], [0.0, 0.0, 9]]}
     add_credit(group, Credit(lam=0.0))
     progress = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, -0.5], [0.5, -0.5, 0.0], [0.0, 0.0, 1.0]])
-    later = progress[:, 1:].sum()
-    centered = progress - (later - progress[:, 1:].sum(1, keepdims=True)) / 6
-    centered[:, 0] = progress[:, 0] - (progress[:, 0].sum() - progress[:, 0]) / 3
+    centered = progress - (progress.sum(0) - progress) / 3
     scale = np.sqrt((centered**2).mean(1).mean() * 4 / 3)
     assert values_of(group) == [pytest.approx(row, abs=1e-5) for row in (centered / scale).tolist()]
 
@@ -77,7 +75,7 @@ def test_credit_of_one_episode_in_several_sequences(group):
     first, more, other = values_of(split)
     assert (len(first), len(more), len(other)) == (3, 1, 3)
     progress = [0.5, 0.0, 0.25, 0.25, 0.5, -0.25, -0.25]
-    compared = np.array([0.0, 0.25, 0.5, 0.5, 0.0, -5 / 12, -5 / 12])  # the first with one; later ones with all later
+    compared = np.array([0.0, 0.25, 0.5, 0.25, 0.0, -0.25, -0.5])  # the fourth with an episode that has ended, 0
     assert [*first, *more, *other] == pytest.approx(compared / compared[2] * first[2], abs=1e-6), progress
 
 
