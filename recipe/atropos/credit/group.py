@@ -4,7 +4,8 @@
 trainer: it writes the group's ``advantages``. The launcher does the same for an unmodified environment by
 ``environment.credit``. What it reads of the group, beside tokens, masks and scores, is in ``group_overrides``:
 
-- ``turn_values``: for each sequence the environment's check after each of its turns, in units of the score;
+- ``turn_values``: for each sequence the environment's check after each of its turns, in units of the score; null after
+  an episode's last one, if it has none but the score;
 - ``turn_states``: for each sequence what it calls the state before each turn; without it, the tokens before it;
 - ``raw_scores``: the environment's own, where a reward bridge has shaped the scores; read by ``outcome_gate``;
 - ``trajectory``: sequences of one number are one episode, whose turns are those of all of them, in order;
@@ -27,6 +28,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantages
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
@@ -199,6 +201,7 @@ def add_credit(
         CreditError: the group has advantages already, a field of it has not one value for each turn, a value is not
             finite, the function of ``credit.values`` raises, or ``credit.teacher`` is without ``taught``, or with what
             only values and turns have an effect on.
+        RefusedGroup: ``credit.method`` needs values, and an episode of several decisions has none.
     """
     if has_advantages(group):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
@@ -218,9 +221,9 @@ def add_credit(
         outcomes[i] = group["scores"][found[i].sequence]
     named, tokens = _overrides(group).get("turn_states"), group["tokens"]
     states = [str(named[s][turn]) if named else tuple(tokens[s][:start]) for s, turn, start, _ in found]
-    values = _values(
-        group, found, np.isnan(outcomes) | (credit.method == "mt_grpo"), tokenizer, item, credit.function()
-    )
+    values = _values(group, found, outcomes, credit, tokenizer, item)
+    if values is None and credit.method in ("vineppo", "mt_grpo") and (parents >= 0).any():
+        raise RefusedGroup(Reason.MALFORMED, f"{credit.method}: give values, or turn_values in group_overrides")
     decisions = Decisions(parents, outcomes, values, states)
     keys = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
     given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **keys)
@@ -242,11 +245,9 @@ def _check_read(group: dict[str, Any], credit: Credit, taught: Any) -> None:
     overrides, asked = _overrides(group), credit.teacher is not None
     unread = _UNREAD[credit.kind] | ({"turn_values"} if credit.shrink else set())
     found = [name for name in sorted(OF_TURNS & unread) if any(overrides.get(name) or ())]
-    valued = credit.values is not None or overrides.get("turn_values") is not None
     sampled = {each["temperature"] for row in overrides.get("sampling_params") or () for each in row or ()}
     for wrong, message in (
         (found, f"group_overrides has {', '.join(found)}, which would have no effect"),
-        (credit.method in ("vineppo", "mt_grpo") and not valued, "give values, or turn_values in group_overrides"),
         (asked and not taught, "it is asked for environments that the launcher starts; here nobody gave its logprobs"),
         (asked and not group.get("inference_logprobs"), "the group has no inference_logprobs of the policy"),
         (
@@ -348,17 +349,21 @@ def _after_turn(found: Sequence[Decision], sequence: int, turns: int, group: dic
 def _values(
     group: dict[str, Any],
     found: Sequence[Decision],
-    goes_on: np.ndarray,
+    outcomes: np.ndarray,
+    credit: Credit,
     tokenizer: Any,
     item: Any,
-    function: Values | None,
 ) -> np.ndarray | None:
-    """Return what was reached after each decision that is not an episode's last, (D,); None if nobody says it."""
+    """Return what was reached after each decision that is not an episode's last, (D,); None if nobody says it.
+
+    For ``mt_grpo`` it is the decision's own reward, of the last one too, 0 if that is None.
+    """
+    function, last = credit.function(), ~np.isnan(outcomes)
     if function is None and _overrides(group).get("turn_values") is None:
         return None
     values = np.zeros(len(found))
     numbers, said = trajectory_numbers(_overrides(group), len(group["scores"])), defaultdict[int, dict[int, str]](dict)
-    for i in np.flatnonzero(goes_on):
+    for i in range(len(found)) if credit.method == "mt_grpo" else np.flatnonzero(~last):
         one, source, text = found[i], "group_overrides.turn_values", ""
         if function is not None:
             tokens, of_episode = group["tokens"][one.sequence], said[numbers[one.sequence]]
@@ -367,7 +372,8 @@ def _values(
             text = "\n".join(of_episode.values())
             source = f"environment.credit.values for the text {text[-80:]!r}"
         try:
-            values[i] = function(item, text) if function else _overrides(group)["turn_values"][one.sequence][one.turn]
+            value = function(item, text) if function else _overrides(group)["turn_values"][one.sequence][one.turn]
+            values[i] = 0.0 if value is None and last[i] else value
         except Exception as error:
             raise CreditError(f"{source}: {error!r}") from error
     if not np.isfinite(values).all():

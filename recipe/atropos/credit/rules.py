@@ -199,9 +199,10 @@ def vineppo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
 
 def mt_grpo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
     """Return MT-GRPO's advantages (arXiv 2505.11821, as in its authors' code), (D,): GRPO's, and ``weight`` times the
-    turn's own reward, which ``values`` has here, normalized over the group's turns of its number."""
+    turn's own reward, which ``values`` has here, None for 0, normalized over the group's turns of its number."""
     turns = [*map(len, _lineages(group))]
-    return outcome_advantages(group) + weight * _normalized(np.asarray(group.values, float), turns)
+    rewards = np.zeros(len(turns)) if group.values is None else group.values
+    return outcome_advantages(group) + weight * _normalized(rewards, turns)
 
 
 PAPERS = {"gigpo": gigpo, "vineppo": vineppo, "mt_grpo": mt_grpo}  # of independent rollouts

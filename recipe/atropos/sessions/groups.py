@@ -191,19 +191,17 @@ class Groups:
         if kept:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
             made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
-            if self._credit is not None:
+        try:
+            if kept and self._credit is not None:
                 await self._give_credit(made, group.request.item)
-        if len({session.state.reward for session in kept}) > 1 or any(map(any, made.get("advantages", ()))):
-            reason = None
-            try:
+            if len({session.state.reward for session in kept}) > 1 or any(map(any, made.get("advantages", ()))):
                 await self._api.post_groups([made], group.ticket, group.id)
-            except RefusedGroup as error:
-                reason = error.reason
-            except TrajectoryApiError as error:
-                if error.may_change:
-                    raise
-                logger.error("group %s was refused: %s", group.id, error)
-                reason = error.reason
+                reason = None
+        except (RefusedGroup, TrajectoryApiError) as error:
+            if isinstance(error, TrajectoryApiError) and error.may_change:
+                raise
+            logger.error("group %s was refused: %s", group.id, error)
+            reason = error.reason
         await self._close(group, reason)
         self._reports.of(group.request.env).count("sessions/left_out", len(sessions) - len(kept))
         for session in sessions:

@@ -13,6 +13,7 @@ from recipe.atropos.adapter.flags import UsageError, take_settings
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import Credit, CreditError, _decisions, add_credit
 from recipe.atropos.credit.rules import PAPERS
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.errors import ConfigurationError
 
@@ -43,7 +44,7 @@ def group():
 
 
 def test_credit_of_turn_values_by_hand(group):
-    """All begin in one state; then no two histories are the same: each turn is compared with the others' of its number."""
+    """All begin in one state; then no two histories are the same: each turn is compared with others of its number."""
     group["group_overrides"] = {"turn_values": [[0.5, 0.5, 9], [0.0, 0.5, 9], [0.5, 0.0, 9], [0.0, 0.0, 9]]}
     add_credit(group, Credit(lam=0.0))
     progress = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, -0.5], [0.5, -0.5, 0.0], [0.0, 0.0, 1.0]])
@@ -231,8 +232,6 @@ def test_credit_tells_long_histories_in_arrays_apart():
         ({"branches": [None, None]}, "branches=.*: sequence 2: list index out of range"),
         ({"branches": 3}, "branches=3: sequence 0"),
         *(({"turn_values": [[x, 0.5, 1.0]] * 4}, "each must be a finite number") for x in (np.nan, np.inf, None)),
-        ({}, "vineppo: give values, or turn_values in group_overrides"),
-        ({}, "mt_grpo: give values, or turn_values in group_overrides"),
         ({"turn_values": [[0.5] * 3] * 4}, "gigpo: group_overrides has turn_values"),
         ({"branches": [None, [0, 1], None, None]}, "gigpo: group_overrides has branches"),
     ],
@@ -242,6 +241,18 @@ def test_credit_names_what_is_missing_or_not_read(group, overrides, message):
     group["group_overrides"], method = overrides, message.partition(": ")[0]
     with pytest.raises(CreditError, match=message):
         add_credit(group, Credit(method=method) if method in PAPERS else Credit())
+
+
+@pytest.mark.parametrize("method", ["vineppo", "mt_grpo"])
+def test_credit_by_values_of_turns_refuses_a_group_without(group, method):
+    """As one of a reason that is counted; of single turns the score is enough."""
+    with pytest.raises(RefusedGroup, match=f"{method}: give values, or turn_values in group_overrides") as refused:
+        add_credit(group, Credit(method=method))
+    assert refused.value.reason == Reason.MALFORMED
+    single = random_group(np.random.default_rng(0), V, turns=1, size=4) | {"scores": [1.0, 0.0, 0.0, 1.0]}
+    add_credit(single, Credit(method=method))
+    expected = 2 / 3 if method == "vineppo" else 0.5 / np.sqrt(1 / 3)  # over the mean of others; or by the deviation
+    assert np.ravel(values_of(single)) == pytest.approx(expected * np.array([1, -1, -1, 1]), abs=1e-5)
 
 
 def test_credit_does_not_shrink_values_of_the_environment(group):
