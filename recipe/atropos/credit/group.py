@@ -17,11 +17,12 @@ A turn is a run of trained tokens. A token that is not trained has advantage 0. 
 given, in ``credit`` of its ``group_overrides``.
 """
 
+import asyncio
 import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
+
+_SECONDS = 60.0  # that the values of a group's turns may take
 
 Values = Callable[[Any, str], float]
 
@@ -240,6 +243,23 @@ def add_credit(
     group["advantages"] = [row.tolist() for row in rows]
 
 
+async def give_credit(
+    group: dict[str, Any],
+    credit: Credit,
+    tokenizer: Any,
+    item: Any,
+    taught: Sequence[Sequence[float]] | None = None,
+) -> None:
+    """Call ``add_credit`` in a thread, as a function of ``credit.values`` may take long; and raise CreditError if it
+    does not return in time.
+    """
+    try:
+        async with asyncio.timeout(_SECONDS):
+            await asyncio.to_thread(add_credit, group, credit, tokenizer, item, taught)
+    except TimeoutError:
+        raise CreditError(f"environment.credit.values: no values within {_SECONDS:g} s") from None
+
+
 def _check_read(group: dict[str, Any], credit: Credit, taught: Any) -> None:
     """Raise CreditError for what a rule needs and the group lacks, and for what would have no effect."""
     overrides, asked = _overrides(group), credit.teacher is not None
@@ -363,12 +383,12 @@ def _values(
         return None
     values = np.zeros(len(found))
     numbers, said = trajectory_numbers(_overrides(group), len(group["scores"])), defaultdict[int, dict[int, str]](dict)
+    texts = {} if function is None else _texts(group, found, tokenizer)
     for i in range(len(found)) if credit.method == "mt_grpo" else np.flatnonzero(~last):
         one, source, text = found[i], "group_overrides.turn_values", ""
         if function is not None:
-            tokens, of_episode = group["tokens"][one.sequence], said[numbers[one.sequence]]
-            end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
-            of_episode[one.sequence] = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
+            of_episode = said[numbers[one.sequence]]
+            of_episode[one.sequence] = texts[i]
             text = "\n".join(of_episode.values())
             source = f"environment.credit.values for the text {text[-80:]!r}"
         try:
@@ -379,6 +399,24 @@ def _values(
     if not np.isfinite(values).all():
         raise CreditError(f"values of turns are {values.tolist()}; each must be a finite number")
     return values
+
+
+def _texts(group: dict[str, Any], found: Sequence[Decision], tokenizer: Any) -> dict[int, str]:
+    """Return the text of each decision's sequence from the end of the prompt to the next decision.
+
+    Only what each adds is decoded, if these parts are the whole text when they are joined: not where a character's
+    tokens are in two of them, nor by a tokenizer that leaves out the space before a text's first word.
+    """
+    texts: dict[int, str] = {}
+    for sequence in {one.sequence for one in found}:
+        own, tokens = [i for i, one in enumerate(found) if one.sequence == sequence], group["tokens"][sequence]
+        begin, ends = _prompt(group, sequence), [*(found[i].start for i in own[1:]), len(tokens)]
+        parts = [decoded(tokenizer, tokens[start:end]) for start, end in pairwise([begin, *ends])]
+        if "".join(parts) == decoded(tokenizer, tokens[begin:]):
+            texts |= zip(own, accumulate(parts), strict=True)
+        else:
+            texts |= {i: decoded(tokenizer, tokens[begin:end]) for i, end in zip(own, ends, strict=True)}
+    return texts
 
 
 def _prompt(group: dict[str, Any], sequence: int) -> int:
