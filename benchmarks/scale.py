@@ -304,7 +304,7 @@ class Pushes:
 
         async def all_servers(urls: list[str]) -> None:
             async with AsyncExitStack() as stack:
-                clients = [await stack.enter_async_context(SGLangClient(url, KEY, own=True)) for url in urls]
+                clients = [await stack.enter_async_context(SGLangClient(url, KEY)) for url in urls]
                 await push(clients, Delivered(), iter(()), version, "abort")
 
         targets = sorted(self.fleet.wait_for(1))

@@ -1,6 +1,6 @@
 """A LoRA adapter pushed by itself: real workers, two servers behind the real gateway, of which the second is lost after
 the first push and comes back after the last, and one that merged weights are pushed to, to compare with. What the
-gateway does is in ``test_adapted.py`` too."""
+gateway does is in ``test_gateway.py`` too."""
 
 import asyncio
 import contextlib

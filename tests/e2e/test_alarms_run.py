@@ -6,7 +6,6 @@ from contextlib import aclosing
 import pytest
 
 from helpers.environments import alarm_env
-from helpers.launchers import launched
 from helpers.runs import run_of
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.trainer import compose_config
@@ -14,7 +13,7 @@ from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.terminal.progress import console
-from recipe.atropos.utils.files import read_json, read_lines
+from recipe.atropos.utils.files import read_lines
 
 ALARMS = {"raises": "environment_raises", "equal": "equal_scores", "silent": "environment_silent"}
 
@@ -59,22 +58,3 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     shown = captured.get()
     for name in ALARMS:
         assert f"see {run.files.log(run.plan.specs[name].service)}" in shown and lines[name]["advice"] in shown
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_alarms_of_stop_on_end_the_run(tmp_path, model_path):
-    """With the alarm as its error; the same command would resume it."""
-    folder = tmp_path / "run"
-    target = [f"environment.target={alarm_env.__file__}:AlarmEnv", "environment.args.fault=raises"]
-    options = [*target, "environment.evaluate=false", "watchdog.stop_on=[environment_raises]"]
-    with launched(folder, model_path, *options, "--steps=2") as launcher:
-        assert launcher.process.wait(300) == 1, launcher.tail(40)
-    output = launcher.log_path.read_text()
-    assert "error   watchdog.stop_on: environment_raises (" in output, output
-    assert "items raised: ValueError (" in output and "left running" not in output
-    [line] = read_lines(folder / "alarms.jsonl")
-    summary = read_json(folder / "summary.json")
-    assert line["alarm"] == "environment_raises" and summary["alarms"]["environment_raises"]["now"]
-    assert "report.html: the run up to its end" in output
-    assert "items raised: ValueError (" in (folder / "report.html").read_text()

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,29 +13,25 @@ import pytest
 import torch
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
-from atroposlib.envs.base import APIServerConfig
 from transformers import AutoTokenizer
 
-from helpers.sampled import assert_as_sampled
+from helpers.launchers import environment_process
 from helpers.sglang import running_sglang
-from helpers.trainer import close, compose_config, started
+from helpers.trainer import running, trainer_config
 from helpers.trajectory_api import running_trajectory_api
-from recipe.atropos.adapter.adapted_env import adapt
-from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.policies import CalculatorRecipe, demonstration
 from recipe.atropos.demo.small_policy import make_small_policy
-from recipe.atropos.environments.calculator import CalculatorEnv, CalculatorEnvConfig
 from recipe.atropos.environments.calculator_tool import answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
 from recipe.atropos.inference.sampled import versions_of
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.sources.recorded import read_batch
-from recipe.atropos.utils.process import free_port, start_service
+from recipe.atropos.utils.process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
-GROUPS, SIZE, STEPS, TURNS, LENGTH, TOLERANCE = 4, 8, 2, 8, 300, 1e-4
+GROUPS, SIZE, STEPS, TURNS, LENGTH = 4, 8, 2, 8, 300
 PROBLEMS = [row for row in generate("train", 60, 0, SYNTHETIC_STEPS) if row["answer"].count("<<") == 3][:12]
 
 
@@ -116,7 +111,7 @@ def until_the_next_version(server, seconds=60):
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """(policy, batches of each step, replies, metrics, server): a run of two steps, with all that happened."""
+    """(policy, batches of each step, replies, metrics): a run of two steps, with all that happened."""
     folder = tmp_path_factory.mktemp("calculator")
     policy = folder / "policy"
     threads = torch.get_num_threads()
@@ -131,55 +126,27 @@ def trained(cluster, tmp_path_factory):
         running_trajectory_api(folder) as api,
         on_the_wire(server, until_the_next_version(server)) as (wire, replies),
     ):
-        config = compose_config(
-            f"actor_rollout_ref.model.path={policy}",
-            f"inference.urls=[{server}]",
-            f"run.dir={folder / 'run'}",
-            f"data.train_batch_size={GROUPS}",
-            f"actor_rollout_ref.rollout.n={SIZE}",
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
-            "trainer.save_freq=-1",
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.atropos.max_wait_time=120",
-            "trainer.atropos.max_staleness=1",
-            f"trainer.atropos.api_url={api.url}",
-        )
+        options = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024", "trainer.save_freq=-1"]
+        options += ["trainer.atropos.max_wait_time=120", "trainer.atropos.max_staleness=1"]
+        values = {"groups": GROUPS, "size": SIZE, "steps": STEPS, "api": api.url}
+        config = trainer_config(policy, folder / "run", [server], *options, **values)
         flags = {
             "env.rollout_server_url": api.url,
             "env.tokenizer_name": policy,
             "env.dataset_name": folder / "problems",
-            "env.system_prompt": "",
-            "env.group_size": SIZE,
-            "env.max_num_workers": 2 * GROUPS,
-            "env.total_steps": 10**6,
-            "env.max_token_length": LENGTH,
-            "env.max_turns": TURNS,
-            "env.ensure_scores_are_not_same": "false",  # what is begun in place of such a group waits for those held up
-            "openai.base_url": f"{wire}/v1",
-            "openai.model_name": policy,
-            "slurm": "false",
         }
-        environment = start_service(
-            "environment",
-            [
-                *(sys.executable, "-m", "recipe.atropos.environments.calculator", "serve"),
-                *(f"--{key}={value}" for key, value in flags.items()),
-            ],
-            log_path=folder / "environment.log",
-            env={"PYTHONUNBUFFERED": "1"},
-        )
-        trainer = started(config)
-        try:
+        flags |= {"env.system_prompt": "", "env.group_size": SIZE, "env.max_num_workers": 2 * GROUPS}
+        flags |= {"env.total_steps": 10**6, "env.max_token_length": LENGTH, "env.max_turns": TURNS}
+        # What is begun in place of a group of equal scores would wait for those held up.
+        flags |= {"env.ensure_scores_are_not_same": "false", "slurm": "false"}
+        flags |= {"openai.base_url": f"{wire}/v1", "openai.model_name": policy}
+        program = ["-m", "recipe.atropos.environments.calculator"]
+        with environment_process(folder, *program, flags=flags), running(config) as trainer:
             trainer.fit()
-        except Exception as error:
-            raise AssertionError(environment.tail(60)) from error
-        finally:
-            environment.stop()
-            close(trainer)
         stored = [read_batch(folder / "data", step).groups for step in range(1, STEPS + 1)]
         batches = [[orjson.loads(group.to_json()) for group in groups] for groups in stored]
         replies = [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
-        yield policy, batches, replies, read_metrics(folder / "run"), server
+        yield policy, batches, replies, read_metrics(folder / "run")
 
 
 def rows_of(groups):
@@ -192,7 +159,7 @@ def rows_of(groups):
 
 def test_calculator_trains_on_sampled_tokens_alone(trained):
     """Each token has the logprob and the version that the server gave it."""
-    _, batches, replies, metrics, _ = trained
+    _, batches, replies, metrics = trained
     sampled = {}
     for reply in replies:
         values, tokens = zip(*((v, t) for v, t, *_ in reply["meta_info"]["output_token_logprobs"]), strict=True)
@@ -212,6 +179,8 @@ def test_calculator_trains_on_sampled_tokens_alone(trained):
     assert of_several > STEPS * GROUPS * SIZE / 2, "a call, another one, and the answer; it may forget some"
     assert across, "a push fell between two turns"
     assert metrics[1]["atropos/staleness/max"] == 1
+    assert {versions for *_, versions in rows_of(batches[0])} == {(0, 0)}
+    assert metrics[0]["atropos/logprob_diff/max"] < 1e-4, "the trainer's own workers"
     assert not any("dropped" in key or "unknown_version" in key or "no_logprobs" in key for key in metrics[-1])
 
 
@@ -256,55 +225,3 @@ def test_calculator_answers_stand_masked_between_the_turns(trained):
             assert len(tokens) + len(more) >= LENGTH - 1, text
     assert errors, "a malformed call was answered too"
     assert whole > 0.9 * STEPS * GROUPS * SIZE
-
-
-def test_calculator_logprobs_are_the_trainers(trained):
-    """The trainer computes those that were posted, over whole conversations."""
-    policy, batches, _, metrics, _ = trained
-    assert {versions for *_, versions in rows_of(batches[0])} == {(0, 0)}
-    for group in batches[0]:
-        assert_as_sampled(group, policy)
-    assert metrics[0]["atropos/logprob_diff/max"] < TOLERANCE, "the trainer's own workers"
-    masks = [masks for _, masks, _, _ in rows_of(group for groups in batches for group in groups)]
-    scores = {score for groups in batches for group in groups for score in group["scores"]}
-    assert scores == {1.0, -1.0}
-    lengths = [len(mask) - next(i for i, one in enumerate(mask) if one != -100) for mask in masks[: GROUPS * SIZE]]
-    assert metrics[0]["atropos/response_length"] == pytest.approx(sum(lengths) / len(lengths))
-
-
-def test_credit_of_a_turn_tree_that_was_sampled(trained, tmp_path):
-    """Each sampled token is trained in one row; a branch begins with the tokens of its source."""
-    policy, *_, server = trained
-    settings = AdapterSettings(credit='{"lam": 0.0}')
-    config = CalculatorEnvConfig(
-        tokenizer_name=str(policy), group_size=SIZE, tree_roots=2, max_token_length=LENGTH, use_wandb=False,
-        dataset_name=SYNTHETIC_STEPS, train_size=9, eval_size=9, data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
-        ensure_scores_are_not_same=False, system_prompt="",
-    )  # fmt: skip
-    handle = APIServerConfig(
-        model_name=str(policy), base_url=f"{server}/v1", api_key="x", server_type="sglang", health_check=False
-    )
-    env = adapt(CalculatorEnv, settings=settings)(config, [handle], slurm=False)
-
-    async def collect():
-        await env.setup()
-        for item in PROBLEMS[:4]:
-            group, _ = await env.collect_trajectories(item)
-            await env.handle_send_to_api(group, item, do_send_to_api=False)
-
-    asyncio.run(collect())
-    env.jsonl_writer._fp.flush()
-    groups = [orjson.loads(line) for line in (tmp_path / "sent.jsonl").read_bytes().splitlines()]
-    assert len(groups) == 4
-    for group in groups:
-        branches, spans = group["group_overrides"]["branches"], [list(trained_spans(row)) for row in group["masks"]]
-        assert branches[:2] == [None, None] and len(branches) == SIZE
-        turns = [len(own) + (branch[1] if branch else 0) for own, branch in zip(spans, branches, strict=True)]
-        assert max(turns) <= TURNS
-        for tokens, own, branch in zip(group["tokens"], spans, branches, strict=True):
-            if branch is not None:
-                source, turn = branch
-                shared = group["tokens"][source][: spans[source][turn - 1][1]]
-                assert tokens[: len(shared)] == shared and own[0][0] > len(shared)
-    assert any(branch for group in groups for branch in group["group_overrides"]["branches"])
-    assert any(any(row) for group in groups for row in group["advantages"])

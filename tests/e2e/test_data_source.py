@@ -19,6 +19,11 @@ REGISTRATION = Registration(**FIELDS)
 SECRET = "s3cret"
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr(data_source, "_POLL_SECONDS", 0.5)
+
+
 @pytest.fixture
 def api(tmp_path):
     server = Api(tmp_path, secret=SECRET).start()
@@ -95,9 +100,9 @@ def test_a_silent_api_is_waited_for_as_long_as_for_a_batch(api):
 
 
 def test_an_api_that_stays_silent_ends_the_wait_of_a_commit(api):
-    with source(api, retry_attempts=1, timeout=1, max_wait_time=4) as patient:
+    with source(api, retry_attempts=1, timeout=1, max_wait_time=2) as patient:
         api.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(DataSourceError, match=r"is the Trajectory API up\? \(trainer.atropos.max_wait_time=4 s\)"):
+        with pytest.raises(DataSourceError, match=r"is the Trajectory API up\? \(trainer.atropos.max_wait_time=2 s\)"):
             patient.commit(0)
         api.process.send_signal(signal.SIGCONT)
 
@@ -111,13 +116,12 @@ def test_a_run_is_live_while_its_trainer_lives(tmp_path, monkeypatch):
         with source(server, prefetch=1) as training:
             server.post_groups(*range(1, 5))
             assert taken(training.next_batch()) == (1, [1, 2])
-            for _ in range(8):
+            for _ in range(5):  # of the second and a half after which it counts as gone
                 time.sleep(0.5)
                 assert server.get("/diagnose")["trainer"]["live"]
                 assert server.session.get(f"{server.url}/reset_data").status_code == 409
             assert len(training) == 1
-        time.sleep(2)
-        assert not server.get("/diagnose")["trainer"]["live"]
+        until(lambda: not server.get("/diagnose")["trainer"]["live"], 10)
     finally:
         server.kill()
 
@@ -130,14 +134,14 @@ def test_a_wrong_secret_is_an_error_that_says_so(api):
 
 @pytest.mark.parametrize("situation", ["no environment", "too few groups"])
 def test_a_wait_ends_and_says_what_is_lacking(api, situation):
-    with source(api, max_wait_time=3) as waiting:
+    with source(api, max_wait_time=1) as waiting:
         expected = "no environment has registered"
         if situation == "too few groups":
             environment = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 4}
             assert api.post("/register-env", environment)["status"] == "success"
             api.post_groups(1)
             expected = "no batch 1: .*4"
-        limit = "within trainer.atropos.max_wait_time=3 s"
+        limit = "within trainer.atropos.max_wait_time=1 s"
         with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: {expected}"):
             waiting.next_batch()
 

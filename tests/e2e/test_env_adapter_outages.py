@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 
 import aiohttp
 import psutil
@@ -14,6 +13,7 @@ import pytest
 from aiohttp import web
 from atroposlib.utils.io import parse_http_response
 
+from helpers.launchers import environment_process
 from helpers.numbered_env import BATCH, SIZE, NumberEnv, api, make, managed, registered, roll_out, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.services import get, running_api
@@ -24,7 +24,7 @@ from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.run import reporting
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import read_lines
-from recipe.atropos.utils.process import free_port, start_service
+from recipe.atropos.utils.process import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -226,11 +226,9 @@ async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model
     flags = {"env.tokenizer_name": model_path, "env.group_size": SIZE, "env.use_wandb": "false"}
     flags |= {"env.rollout_server_url": own_api, "env.max_token_length": 100, "openai.model_name": model_path}
     flags |= {"openai.server_type": "sglang", "openai.base_url": "http://127.0.0.1:1/v1", "env.wandb_name": "stubborn"}
-    command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", "stubborn.py"]
     report = tmp_path / "report.jsonl"
-    command += [f"--{key}={value}" for key, value in (flags | {"adapter.report": report}).items()]
-    service = start_service("stubborn", command, log_path=tmp_path / "log", cwd=tmp_path)
-    try:
+    flags |= {"adapter.report": report, "env": "stubborn.py"}
+    with environment_process(tmp_path, "-m", "recipe.atropos.utils.env_adapter", flags=flags) as service:
         await until(lambda: service.poll() is not None or "ready" in service.tail(200), within=60)
         assert service.poll() is None, service.tail()
         weight = get(f"{own_api}/status-env", {"env_id": other.env_id})["env_weight"]
@@ -238,7 +236,5 @@ async def test_adapted_env_ends_on_sigterm_without_children(own_api, make, model
         os.kill(service.pid, signal.SIGTERM)
         assert service.process.wait(30) == 143, service.tail()
         assert not child.is_running() and "left running" not in service.tail()
-    finally:
-        service.stop(grace=0)
     assert read_lines(report)[-1]["in_flight"] > 0
     assert get(f"{own_api}/status-env", {"env_id": other.env_id})["env_weight"] > weight, "its part is the others'"

@@ -38,12 +38,14 @@ PROMPT = "What is 2 + 2?"
 # ---------------------------------------------------------------- what is written
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
+ADAPTED = ("llama", "qwen2-tied", "mixtral")
+CASES = [(family, 0) for family in FAMILIES] + [(family, 4) for family in ADAPTED]
+CASES += [pytest.param(each, 4, marks=pytest.mark.slow) for each in FAMILIES if each not in WITHOUT_LORA + ADAPTED]
+
+
+@pytest.mark.parametrize(("family", "lora_rank"), CASES)
 def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lora_rank):
     """Names and values, bit for bit, as those of a push, whose names are known without the data."""
-    if lora_rank and family in WITHOUT_LORA:
-        pytest.skip("attention without q_proj and v_proj of every layer, or with others")
     engine = trained(make_model(family), lora_rank)
     run = saved_run(tmp_path / "run", configuration(make_model(family)), engine)
     export_checkpoint(run, choose_checkpoint(run), tmp_path / "out")

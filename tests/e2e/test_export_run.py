@@ -1,53 +1,35 @@
 """Two runs of the launcher: one leaves its model, the other begins with it."""
 
-import sys
-
 import pytest
 import yaml
 from safetensors.torch import load_file
 
+from helpers.launchers import trained
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import read_json
-from recipe.atropos.utils.process import start_service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=all-linear"]
 
 
-@pytest.fixture
-def launch(tmp_path):
-    """Runs the demonstration to its end, in a folder, with options; returns what it printed."""
-    services = []
-
-    def run(folder, *options):
-        command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", "demo", "--run-dir", folder]
-        service = start_service(folder, [*command, *options], log_path=tmp_path / f"{folder}.log", cwd=tmp_path)
-        services.append(service)
-        status, output = service.process.wait(900), service.log_path.read_text()
-        assert status == 0, output
-        return " ".join(output.split())
-
-    yield run
-    for service in services:
-        service.stop(grace=0)
-
-
 @pytest.mark.parametrize("lora", [[], LORA], ids=["full", "lora"])
-def test_export_of_a_run_is_what_the_next_begins_with(launch, tmp_path, lora):
+def test_export_of_a_run_is_what_the_next_begins_with(tmp_path, lora):
     """The best checkpoint stays; held-out answers of the first run's end are those of the second's beginning."""
     keep = ["trainer.save_freq=1", "evaluation.every=1", "trainer.max_actor_ckpt_to_keep=1", "data.train_batch_size=4"]
     first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
-    output = launch("first", "--steps", "4", *keep, *lora, "actor_rollout_ref.actor.optim.lr=3e-4")
+    begin = ["--preset", "demo", "--run-dir", "first", "--steps", "4"]
+    output = trained(tmp_path, *begin, *keep, *lora, "actor_rollout_ref.actor.optim.lr=3e-4")
     assert "model first/model: step 4, float32" in output
     scores = {line["step"]: line["metrics"][line["main"]] for line in read_evaluations(first.path)}
     saved = sorted(int(path.name.split("_")[-1]) for path in first.checkpoints.glob("global_step_*"))
     best = max((1, 2, 3), key=lambda step: (scores[step], step))
     assert saved == sorted({best, 4}), scores
 
-    output = launch("second", "--steps", "1", "--resume-from", "first", *keep, *lora)
+    begin = ["--preset", "demo", "--run-dir", "second", "--steps", "1", "--resume-from", "first"]
+    output = trained(tmp_path, *begin, *keep, *lora)
     assert "model second/model: step 1, float32" in output
     config, summary = yaml.safe_load(second.config.read_text()), read_json(second.summary)
     assert config["run"]["resume_from"] == f"{first.path}@4" and summary["steps"] == summary["policy_version"] == 1

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import orjson
@@ -16,11 +15,11 @@ from transformers import AutoTokenizer
 from helpers.adapter_cli import run_adapter
 from helpers.boxed_policy import ANSWERS, make_boxed_policy
 from helpers.gsm8k_checkout import MODULE, make_checkout, write_problems
-from helpers.services import get, post
+from helpers.launchers import environment_process
+from helpers.services import get
 from helpers.sglang import call, make_tiny_model
 from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
-from recipe.atropos.utils.process import start_service
 
 BATCH, SIZE = 8, 4
 
@@ -51,11 +50,15 @@ def data(tmp_path_factory):
     return write_problems(tmp_path_factory.mktemp("data"))
 
 
-def options(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
+def flags_of(checkout, data, model, server_url, api_url="http://127.0.0.1:1"):
     flags = {"atropos-dir": checkout, "data-dir": data, "env.tokenizer_name": model, "env.group_size": SIZE}
     flags |= {"env.rollout_server_url": api_url, "env.max_token_length": 1200}
     flags |= {"openai.base_url": f"{server_url}/v1", "openai.model_name": model, "openai.server_type": "sglang"}
-    return [f"--{key}={value}" for key, value in flags.items()]
+    return flags
+
+
+def options(*arguments):
+    return [f"--{key}={value}" for key, value in flags_of(*arguments).items()]
 
 
 @pytest.mark.timeout(240)
@@ -64,24 +67,13 @@ def test_gsm8k_upstream_serves_groups_that_were_sampled(checkout, data, model, s
     tokenizer = AutoTokenizer.from_pretrained(model)
     report = tmp_path / "report.jsonl"
     with running_trajectory_api(tmp_path) as api:
-        registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 1500}
-        steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 10**6}
-        post(f"{api.url}/register", registration | steps)
-        get(f"{api.url}/batch")
-        command = [sys.executable, "-m", MODULE, "serve", *options(checkout, data, model, server_url, api.url)]
-        service = start_service(
-            "env",
-            [*command, "--env.total_steps", "-1", f"--adapter.report={report}"],
-            log_path=tmp_path / "env.log",
-            cwd=tmp_path,
-            env={"HF_HUB_OFFLINE": "1"},
-        )
-        try:
+        api.register(batch_size=BATCH, max_token_len=1500)
+        assert api.batch() is None
+        flags = flags_of(checkout, data, model, server_url, api.url) | {"adapter.report": report, "env.total_steps": -1}
+        with environment_process(tmp_path, "-m", MODULE, flags=flags, HF_HUB_OFFLINE="1") as service:
             batches = [until(lambda: get(f"{api.url}/batch")["batch"], 120, service) for _ in range(2)]
             os.kill(service.pid, signal.SIGTERM)
             assert service.process.wait(20) == 143 and "left running" not in service.tail(), service.tail()
-        finally:
-            service.stop(grace=0)
     for group in (group for batch in batches for group in batch):
         assert set(group["scores"]) == {1.0, -1.0} and len(group["tokens"]) == SIZE
         for tokens, masks, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):

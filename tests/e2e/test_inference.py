@@ -7,55 +7,33 @@ import contextlib
 import functools
 import shutil
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.sglang import make_tiny_model, running_sglang
+from helpers.sglang import make_tiny_model
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.weight_sync.engine import AtroposCheckpointEngine
 from recipe.atropos.weight_sync.servers import WeightPushError
 
-API_KEY = "a-secret-of-this-test"
 PROMPT = [20, 40, 60, 80, 100]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
 pytestmark = pytest.mark.timeout(120)
 
 
-@dataclass
-class Server:
-    url: str
-    old: Path
-    new: Path
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return make_tiny_model(folder / "old", seed=0), make_tiny_model(folder / "new", seed=1)
-
-
-@pytest.fixture(scope="module")
-def server(models):
-    old, new = models
-    with running_sglang(old, api_key=API_KEY) as (service, url):
-        members = service.members()
-        assert len(members) >= 3  # server, scheduler, detokenizer
-        yield Server(url, old, new)
-    assert service.poll() is not None
-    assert all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in members)
+def new_model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("new") / "new", seed=1)
 
 
 @pytest.fixture
-async def client(server):
+async def client(server, model_path):
     """A client of the server with the old weights under version "0"; no test leaves a pause behind."""
-    async with SGLangClient(server.url, API_KEY, timeout=60) as client:
-        await client.update_weights_from_disk(server.old, "0")
+    async with SGLangClient(server, timeout=60) as client:
+        await client.update_weights_from_disk(model_path, "0")
         yield client
         await client.post("/abort_request", {"abort_all": True})
         await client.resume()
@@ -105,7 +83,7 @@ async def needs(client: SGLangClient, flushes_retracted: bool) -> None:
 
 
 @pytest.mark.timeout(300)  # the first test waits for the server
-async def test_it_says_what_it_is(client, server):
+async def test_it_says_what_it_is(client):
     assert await client.health()
     capabilities = await client.capabilities()
     assert {"abort", "retract", "in_place"} <= capabilities.pause_modes
@@ -115,34 +93,33 @@ async def test_it_says_what_it_is(client, server):
     await client.end_weight_update()
 
 
-@pytest.mark.parametrize("which", ["old", "new"])
-async def test_greedy_tokens_and_logprobs_are_those_of_transformers(client, server, which):
-    tokens, logprobs = transformers_output(getattr(server, which), PROMPT, GREEDY["max_new_tokens"])
-
-    await client.update_weights_from_disk(getattr(server, which), "1")
-    reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
-    assert reply["output_ids"] == tokens
-    sampled = reply["meta_info"]["output_token_logprobs"]
-    assert [token for _, token, _ in sampled] == tokens
-    assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
+async def test_greedy_tokens_and_logprobs_are_those_of_transformers(client, model_path, new_model):
+    for model in (model_path, new_model):
+        tokens, logprobs = transformers_output(model, PROMPT, GREEDY["max_new_tokens"])
+        await client.update_weights_from_disk(model, "1")
+        reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert reply["output_ids"] == tokens
+        sampled = reply["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in sampled] == tokens
+        assert [logprob for logprob, _, _ in sampled] == pytest.approx(logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 2.0}, {"temperature": 0.5, "top_p": 0.5}, {"top_k": 5}])
-async def test_sampled_logprobs_are_tempered_and_before_truncation(client, server, sampling):
+async def test_sampled_logprobs_are_tempered_and_before_truncation(client, model_path, sampling):
     parameters = {"max_new_tokens": 32, "ignore_eos": True, **sampling}
     reply = await client.generate(input_ids=PROMPT, sampling_params=parameters)
-    found = logprobs_of(server.old, PROMPT + reply["output_ids"], sampling.get("temperature", 1.0))
+    found = logprobs_of(model_path, PROMPT + reply["output_ids"], sampling.get("temperature", 1.0))
     expected = found[len(PROMPT) - 1 : -1]
     for row, (logprob, token, _) in zip(expected, reply["meta_info"]["output_token_logprobs"], strict=True):
         assert logprob == pytest.approx(float(row[token]), abs=1e-4)
 
 
-async def test_retract_keeps_requests_and_names_each_tokens_version(client, server):
+async def test_retract_keeps_requests_and_names_each_tokens_version(client, new_model):
     """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
     await needs(client, flushes_retracted=True)
     async with in_flight(client) as request:
         await client.pause("retract")
-        await client.update_weights_from_disk(server.new, "1")
+        await client.update_weights_from_disk(new_model, "1")
         await client.flush_cache()
         waiting = asyncio.create_task(client.generate(input_ids=PROMPT, sampling_params=GREEDY))
         await asyncio.sleep(0.5)
@@ -156,7 +133,7 @@ async def test_retract_keeps_requests_and_names_each_tokens_version(client, serv
     assert (await waiting)["meta_info"]["weight_versions"] == [{"version": "1", "start": 0, "end": 24}]
 
     prefix = PROMPT + reply["output_ids"][:split]
-    tokens, logprobs = transformers_output(server.new, prefix, 8)
+    tokens, logprobs = transformers_output(new_model, prefix, 8)
     assert reply["output_ids"][split : split + 8] == tokens
     sampled = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"][split : split + 8]]
     assert sampled == pytest.approx(logprobs, abs=1e-4)
@@ -170,14 +147,14 @@ async def test_flush_waits_for_a_request_that_is_ending(client):
         await asyncio.gather(flush, request)
 
 
-async def test_in_place_cannot_flush_but_has_changed_the_weights(client, server):
+async def test_in_place_cannot_flush_but_has_changed_the_weights(client, new_model):
     """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
     await needs(client, flushes_retracted=True)  # of that update SGLang 0.5.12 dies
     before = await greedy(client)
     async with in_flight(client) as request:
         await client.pause("in_place")
         with pytest.raises(InferenceError, match="(?i)not flushed"):
-            await client.update_weights_from_disk(server.new, "1")
+            await client.update_weights_from_disk(new_model, "1")
         assert await client.weight_version() == "0"
         with pytest.raises(InferenceError, match="(?i)flush"):
             await client.flush_cache()
@@ -188,17 +165,17 @@ async def test_in_place_cannot_flush_but_has_changed_the_weights(client, server)
     assert await greedy(client) != before
 
 
-async def test_auto_push_leaves_no_old_key_and_replies_are_true(client, server):
+async def test_auto_push_leaves_no_old_key_and_replies_are_true(client, new_model):
     """Every reply says the versions that its tokens were sampled with.
 
     On every SGLang, and with several samples of a prompt in flight, whose common prefix is in the cache."""
-    fresh, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+    fresh, _ = transformers_output(new_model, PROMPT, GREEDY["max_new_tokens"])
 
     mode = (await client.capabilities()).safe_pause_mode("auto")
     several = asyncio.create_task(client.generate(input_ids=PROMPT[:4], sampling_params={**LONG, "n": 4}))
     async with in_flight(client) as request:
         await client.pause("auto")
-        await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+        await client.update_weights_from_disk(new_model, "1", flush_cache=False)
         await client.flush_cache()
         assert await client.weight_version() == "1"
         await client.resume()
@@ -213,14 +190,14 @@ async def test_auto_push_leaves_no_old_key_and_replies_are_true(client, server):
             assert meta_info["finish_reason"]["type"] == "length" and versions == ["0", "1"]
 
 
-async def test_push_fails_where_retracted_requests_cannot_be_flushed(client, server):
+async def test_push_fails_where_retracted_requests_cannot_be_flushed(client, new_model):
     """The server lives, and an abort fixes it. SGLang 0.5.12 to 0.5.20."""
     await needs(client, flushes_retracted=False)
     with pytest.raises(ValueError, match="cannot flush .*pause_mode to auto or abort"):
         (await client.capabilities()).safe_pause_mode("retract")
     async with in_flight(client) as request:
         await client.pause("retract")
-        await client.update_weights_from_disk(server.new, "1", flush_cache=False)
+        await client.update_weights_from_disk(new_model, "1", flush_cache=False)
         with pytest.raises(InferenceError, match="/flush_cache: HTTP 400"):
             await client.flush_cache()
         assert not request.done()
@@ -228,14 +205,14 @@ async def test_push_fails_where_retracted_requests_cannot_be_flushed(client, ser
         assert (await request)["meta_info"]["finish_reason"]["type"] == "abort"
         await client.flush_cache()
         await client.resume()
-    tokens, _ = transformers_output(server.new, PROMPT, GREEDY["max_new_tokens"])
+    tokens, _ = transformers_output(new_model, PROMPT, GREEDY["max_new_tokens"])
     assert await greedy(client) == tokens
 
 
 async def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(client, server, tmp_path, caplog):
     async def check(client, mode):
         options = {"transport": "disk", "directory": tmp_path, "pause_mode": mode}
-        await AtroposCheckpointEngine(1, True, urls=[server.url], **options)._check(client)
+        await AtroposCheckpointEngine(1, True, urls=[server], **options)._check(client)
 
     capabilities = await client.capabilities()
     for mode in ("auto", "abort"):
@@ -244,15 +221,15 @@ async def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(client, se
     if capabilities.flushes_retracted:
         await check(client, "retract")
     else:
-        with pytest.raises(WeightPushError, match=f"pause_mode=retract does not work with .*{server.url}"):
+        with pytest.raises(WeightPushError, match=f"pause_mode=retract does not work with .*{server}"):
             await check(client, "retract")
-    with pytest.raises(WeightPushError, match=f"pause_mode=unknown does not work with .*{server.url}"):
+    with pytest.raises(WeightPushError, match=f"pause_mode=unknown does not work with .*{server}"):
         await check(client, "unknown")
 
 
-async def test_prompt_logprobs_are_those_of_transformers(client, server):
+async def test_prompt_logprobs_are_those_of_transformers(client, model_path):
     """`logprob_start_len`: what kills SGLang 0.5.12 on a CPU without the shim."""
-    distribution = logprobs_of(server.old, PROMPT)[:-1]
+    distribution = logprobs_of(model_path, PROMPT)[:-1]
     expected = distribution.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
 
     reply = await client.generate(input_ids=PROMPT, sampling_params=GREEDY, logprob_start_len=0)
@@ -274,10 +251,10 @@ async def test_abort_ends_requests_with_what_they_have(client):
 
 
 @pytest.mark.parametrize(("damage", "message"), [("no folder", ""), ("no weights", ".*weights")])
-async def test_after_a_failed_update_the_old_version_stays_in_force(client, server, tmp_path, damage, message):
+async def test_after_a_failed_update_the_old_version_stays_in_force(client, new_model, tmp_path, damage, message):
     broken = tmp_path / "broken"
     if damage != "no folder":
-        shutil.copytree(server.new, broken)
+        shutil.copytree(new_model, broken)
         (broken / "model.safetensors").unlink()
 
     before = await greedy(client)
@@ -288,16 +265,7 @@ async def test_after_a_failed_update_the_old_version_stays_in_force(client, serv
     assert await greedy(client) == before
 
 
-@pytest.mark.parametrize("key", [None, "wrong"])
-async def test_a_wrong_key_is_named(server, key):
-    async with SGLangClient(server.url, key) as client:
-        for call in (client.model_info, client.flush_cache, client.capabilities):
-            with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
-                await call()
-            assert error.value.status == 401
-
-
-async def test_a_call_that_takes_too_long_is_an_error(server):
-    async with SGLangClient(server.url, API_KEY, timeout=0.2) as client:
+async def test_a_call_that_takes_too_long_is_an_error(client, server):
+    async with SGLangClient(server, timeout=0.2) as impatient:
         with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
-            await client.generate(input_ids=PROMPT, sampling_params=LONG)
+            await impatient.generate(input_ids=PROMPT, sampling_params=LONG)

@@ -127,15 +127,15 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
 
 @pytest.mark.slow
 def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, api, monkeypatch):
-    """No step in ``step_timeout`` is an error only where the trainer does not wait for data."""
+    """No step in ``step_timeout`` is an error only where there is one to train, and the trainer has its data."""
     run = run_of(small_batches("trainer.atropos.step_timeout=2"), tmp_path)
     run.start("trainer", ["sleep", "1000"])
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
 
-    async def watched(seconds):
+    async def watched(seconds, version=0):
         evaluations = Evaluations(run, InferenceServices({}, "http://127.0.0.1:9", "the-key"))
         async with asyncio.timeout(seconds):
-            await watch(run, 0, join, evaluations, AlarmWatch(run, 0, api.url, None))
+            await watch(run, version, join, evaluations, AlarmWatch(run, version, api.url, None))
 
     try:
         run.files.waiting.touch()
@@ -144,5 +144,7 @@ def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, 
             asyncio.run(watched(6))
         with pytest.raises(ServiceFailed, match="no step after step 0 for .* s; trainer.atropos.step_timeout=2 s"):
             asyncio.run(watched(60))
+        with pytest.raises(TimeoutError):  # after the last step, while the model is exported
+            asyncio.run(watched(6, version=run.config.trainer.total_training_steps))
     finally:
         run.stop()

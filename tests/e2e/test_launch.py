@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.launchers import living_of
+from helpers.terminal import terminals
 from helpers.waiting import until
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 LAUNCH = "recipe.atropos.launch_services"
 MAIN = "recipe.atropos.main"
+DETACHED = [sys.executable, "-m", "recipe.atropos", "train", "--detach", "--preset", "demo"]
 LEFT = "ending what it left running"
 
 
@@ -51,13 +53,22 @@ def wait(service, timeout):
         service.stop(grace=0)
 
 
-def listed(folder):
-    return orjson.loads((folder / "services.json").read_bytes())
+def listed(files):
+    return orjson.loads(files.services.read_bytes())
 
 
 def words(text):
     """Without the line breaks that a terminal's width made."""
     return re.sub(r"\s+", " ", text)
+
+
+def command(name, *arguments):
+    return [sys.executable, "-m", "recipe.atropos", name, *map(str, arguments)]
+
+
+def output_of(name, *arguments):
+    done = subprocess.run(command(name, *arguments), capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
 
 
 BROKEN = """
@@ -73,20 +84,14 @@ class Broken(BaseEnv):
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["environment.args.dataset_name=/no/such/data.jsonl"], "/no/such/data.jsonl"),
-        pytest.param(["environment.target=broken.py"], "no water in the pool", marks=pytest.mark.slow),
-    ],
-    ids=["dataset", "setup"],
-)
-def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model_path, arguments, expected):
+@pytest.mark.slow
+def test_an_environment_that_exits_stops_everything_and_is_named(tmp_path, model_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     model = os.path.relpath(model_path, tmp_path)
-    service = run(tmp_path, LAUNCH, "--preset", "demo", f"--model={model}", "--run-dir=r", *arguments)
+    target = "environment.target=broken.py"
+    service = run(tmp_path, LAUNCH, "--preset", "demo", f"--model={model}", "--run-dir=r", target)
     status, output, left = wait(service, 350)  # 35 to 40 s where nothing else runs
-    assert status == 1 and expected in words(output) and not left, output
+    assert status == 1 and "no water in the pool" in words(output) and not left, output
 
 
 @pytest.mark.slow
@@ -103,7 +108,15 @@ def test_launch_of_a_trainer_that_fails_waits_for_no_service(tmp_path, model_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+def test_lock_refuses_a_trainer_started_by_hand(tmp_path, model_path):
+    with RunDir(tmp_path / "run").lock():
+        options = ["preset=demo", f"actor_rollout_ref.model.path={model_path}", f"run.dir={tmp_path / 'run'}"]
+        status, output, _ = wait(run(tmp_path, MAIN, *options, "inference.urls=[http://127.0.0.1:1]"), 300)
+    assert status == 1 and f"is in use by process {os.getpid()}" in words(output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
 def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
     """While the trainer starts Ray and SGLang its processes; some of them show neither environment nor name."""
     mark, folder = uuid.uuid4().hex, tmp_path / "run"
@@ -132,7 +145,7 @@ def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
         until(lambda: any("raylet" in name for name in look()), 240, told=(tmp_path / "log").read_text)
         assert len(look()) > 3
         launcher.send_signal(number)
-        launcher.wait(300)
+        assert launcher.wait(300) == 130 or number != signal.SIGINT
         until(lambda: not living(), 20, told=lambda: str(living()))
     finally:
         for process in [*living(), launcher]:
@@ -141,7 +154,7 @@ def test_orphans_of_a_launcher_killed_in_its_start_are_ended(tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)  # four starts of everything
+@pytest.mark.timeout(1500)  # three starts of everything
 def test_sampling_at_another_temperature_ends_the_run(tmp_path):
     """Naming both options, of which each trains; with a warning instead, alarms say that the logprobs are wrong."""
     options = ["--preset", "demo", "--steps", "2", "evaluation.timeout=600", "environment.evaluate=false"]
@@ -157,14 +170,12 @@ def test_sampling_at_another_temperature_ends_the_run(tmp_path):
     )
     assert expected in words(output)
 
-    # The environment samples at the trainer's temperature without being told so, too.
-    for arguments in ([fixed, other], [fixed]):
-        status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={folders[1]}", *arguments), 900)
-        assert status == 0 and not left, output
-        summary = orjson.loads((folders[1] / "summary.json").read_bytes())
-        assert summary["steps"] == 2 and summary["alarms"] == {}
-        assert not any("rows_with" in key for line in read_metrics(folders[1]) for key in line)
-        folders[1] = tmp_path / "default"
+    # The environment samples at the trainer's temperature without being told so.
+    status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={folders[1]}", fixed), 900)
+    assert status == 0 and not left, output
+    summary = orjson.loads((folders[1] / "summary.json").read_bytes())
+    assert summary["steps"] == 2 and summary["alarms"] == {}
+    assert not any("rows_with" in key for line in read_metrics(folders[1]) for key in line)
 
     warn = [other, "trainer.atropos.sampling_mismatch=warn"]
     status, output, left = wait(run(tmp_path, LAUNCH, *options, f"run.dir={folders[2]}", *warn), 900)
@@ -183,18 +194,70 @@ def test_sampling_at_another_temperature_ends_the_run(tmp_path):
         assert alarm["advice"][-60:] in words(output)
 
 
+def test_detach_says_on_the_terminal_what_is_wrong(terminal, tmp_path):
+    wrong = terminal([*DETACHED, "--model=/no/such/model", f"--run-dir={tmp_path / 'run'}"], tmp_path)
+    assert wrong.wait_for_end() == 1 and "no model there" in wrong.text
+    options = ["environment.target=null", "inference.api_key=null", f"--run-dir={tmp_path / 'run'}"]
+    joined = terminal([*DETACHED, *options], tmp_path)
+    assert joined.wait_for_end() == 1 and "--detach leaves it" in " ".join(joined.text.split())
+    assert not os.listdir(tmp_path)
+
+
+LEAVES = """
+import sys, time
+from recipe.atropos.launcher.detaching import run_detached
+
+def program(leave):
+    print("checked", flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        return 130
+
+sys.exit(run_detached(program))
+"""
+
+
+def test_detached_program_is_interrupted_until_it_has_left(terminal, tmp_path):
+    left = terminal([sys.executable, "-c", LEAVES], tmp_path)
+    left.wait_for("checked")
+    left.type("\x03")
+    assert left.wait_for_end() == 130 and "interrupted" in left.text
+
+
+def test_stop_signal_during_the_checks_is_an_interrupt(tmp_path):
+    arguments = ["--preset", "demo", f"--run-dir={tmp_path / 'run'}"]
+    with subprocess.Popen(command("train", *arguments), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout.readline().startswith("run ")
+        launcher.terminate()
+        assert "stopped the same command resumes the run" in launcher.stdout.read()
+        assert launcher.wait(60) == 130 and not (tmp_path / "run").exists()
+
+
 @pytest.fixture(scope="module")
 def training(tmp_path_factory):
-    """(launcher, its options) of a demo that trains: some steps are done, many are to come."""
+    """(files, its options, mark of its processes) of a demo that trains: some steps are done, many are to come.
+
+    It has left its terminal, which is closed.
+    """
     folder = tmp_path_factory.mktemp("training")
-    options = ["--preset", "demo", "--run-dir", str(folder / "run"), "trainer.save_freq=2"]
-    tracking = "trainer.logger=[console,tensorboard,wandb]"
-    service = run(folder, LAUNCH, *options, "--steps", "1000", "--seed", "0", tracking)
-    try:
-        until(lambda: len(read_metrics(folder / "run")) >= 2, 900, service)  # everything starts
-        yield service, folder / "run", options
-    finally:
-        service.stop()
+    files = RunDir(folder / "run")
+    options = ["--run-dir", str(files.path), "trainer.save_freq=2"]
+    tracking = ["--seed", "0", "trainer.logger=[console,tensorboard,wandb]"]
+    with terminals() as open_one:
+        terminal = open_one([*DETACHED, *options, "--steps", "1000", *tracking], folder, WANDB_MODE="offline")
+        assert terminal.wait_for_end() == 0, terminal.text
+        assert "goes on without this terminal" in terminal.text and "attach" in terminal.text
+        terminal.close()
+        until(
+            lambda: len(read_metrics(files.path)) >= 2, 900, told=files.log("launcher").read_text
+        )  # everything starts
+        yield files, ["--preset", "demo", *options], terminal.mark
+
+
+def lives(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def maps_of(process):
@@ -203,14 +266,26 @@ def maps_of(process):
     return []
 
 
-def processes_of(service):
-    launcher = psutil.Process(service.pid)
+def processes_of(files):
+    launcher = psutil.Process(listed(files)["launcher"]["pid"])
     return [launcher, *launcher.children(recursive=True)]
 
 
+def test_detached_run_goes_on_without_its_terminal(training):
+    files, *_ = training
+    services = listed(files)
+    assert all(lives(service["pid"]) for service in services.values())
+    assert {"launcher", "api", "gateway", "sglang", "trainer"} <= services.keys()
+    assert services["launcher"]["log"] == str(files.log("launcher"))
+    assert files.holder().pid == services["launcher"]["pid"]
+    log = files.log("launcher").read_text()
+    assert files.log("launcher").stat().st_mode & 0o777 == 0o600
+    assert "sglang  starting" in log and "\x1b" not in log, "its output is no terminal"
+
+
 def test_status_of_a_run_that_trains(training):
-    _, folder, _ = training
-    status = RunReader(folder).read()
+    files, *_ = training
+    status = RunReader(files.path).read()
     assert status.state == "running" and status.total == 1000 and status.step >= 2
     assert {service.name: service.health for service in status.services if service.name != "trainer"} == dict.fromkeys(
         ("api", "sglang", "gateway", "environment"), "ok"
@@ -220,11 +295,11 @@ def test_status_of_a_run_that_trains(training):
 
 
 def test_dry_run_prints_the_commands_that_a_run_starts(training):
-    _, folder, options = training
+    files, options, _ = training
     run = Run(plan_run(compose_overrides(parse_arguments([*options, "--steps", "1000"]))))
     place_servers(run.config)
     planned = service_commands(run)
-    started = {name: psutil.Process(service["pid"]).cmdline() for name, service in listed(folder).items()}
+    started = {name: psutil.Process(service["pid"]).cmdline() for name, service in listed(files).items()}
     [made] = [word.partition("=")[2] for word in started["environment"] if word.startswith("--openai.model_name=")]
     port = re.compile(r"127.0.0.1:\d+|(?<=--port=)\d+|^\d{4,5}$")
     for name in ("api", "gateway", "trainer", "environment"):
@@ -233,16 +308,16 @@ def test_dry_run_prints_the_commands_that_a_run_starts(training):
 
 
 def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):
-    service, folder, _ = training
-    key = psutil.Process(listed(folder)["gateway"]["pid"]).environ()["ATROPOS_API_KEY"]
+    files, *_ = training
+    key = psutil.Process(listed(files)["gateway"]["pid"]).environ()["ATROPOS_API_KEY"]
     assert len(key) >= 32
-    for process in processes_of(service):
+    for process in processes_of(files):
         with contextlib.suppress(psutil.NoSuchProcess):
             assert not any(key in word for word in process.cmdline()), process
-    files = [path for path in folder.parent.rglob("*") if path.is_file()]
-    assert {"config.yaml", "evaluate_config.yaml", "sglang.log", "environment.log"} <= {path.name for path in files}
+    paths = [path for path in files.path.parent.rglob("*") if path.is_file()]
+    assert {"config.yaml", "evaluate_config.yaml", "sglang.log", "environment.log"} <= {path.name for path in paths}
     holders = []
-    for path in files:
+    for path in paths:
         with contextlib.suppress(FileNotFoundError):  # a temporary file of the running trainer was renamed
             holders += [path] if key.encode() in path.read_bytes() else []
     assert not holders
@@ -250,9 +325,9 @@ def test_secret_of_a_run_is_in_no_file_and_no_command_line(training):
 
 def test_secret_ports_of_a_run_are_on_loopback(training):
     """Those of Ray, torch and SGLang too; Ray asks for a token."""
-    service, folder, _ = training
+    files, *_ = training
     listening, names, ports = {}, set(), []
-    for process in processes_of(service):
+    for process in processes_of(files):
         with contextlib.suppress(psutil.NoSuchProcess):
             names.add(process.name())
             for connection in process.net_connections("inet"):
@@ -263,65 +338,86 @@ def test_secret_ports_of_a_run_are_on_loopback(training):
     assert {"gcs_server", "raylet"} <= names
     assert not {44217, 44227} & {port for _, port in ports}, "Ray's metrics, without a token"
     assert sum(name == "ray::DashboardAgent" for name, _ in ports) <= 2, "its metrics would be a third"
-    trainer = psutil.Process(listed(folder)["trainer"]["pid"])
+    trainer = psutil.Process(listed(files)["trainer"]["pid"])
     [raylet] = [child for child in trainer.children(recursive=True) if child.name() == "raylet"]
     assert raylet.environ()["RAY_AUTH_MODE"] == "token" and len(raylet.environ()["RAY_AUTH_TOKEN"]) == 64
 
 
+def test_attach_leaves_a_detached_run_alone(training, terminal, tmp_path):
+    files, *_ = training
+    view = terminal(command("attach", files.path), tmp_path)
+    view.wait_for(r"╭─ run")
+    view.wait_for(r"Ctrl-C leaves the run alone")
+    view.type("\x03")
+    assert view.wait_for_end() == 0
+    assert "run goes on; to end it:" in " ".join(view.text.split()) and "Traceback" not in view.text
+    assert lives(listed(files)["launcher"]["pid"])
+
+
 def test_launch_restarts_what_is_killed(training, tmp_path):
-    """Each step and each batch is trained on once all the same. An interrupt afterwards leaves nothing."""
-    service, folder, options = training
-    before = listed(folder)
+    """Each step and each batch is trained on once all the same."""
+    files, options, _ = training
+    before, told = listed(files), files.log("launcher").read_text
     temporary = Path(psutil.Process(before["gateway"]["pid"]).environ()["TMPDIR"])
     assert (temporary / "ray").is_dir()
-    maps = [m.path for process in processes_of(service) for m in maps_of(process) if "sglang_loads" in m.path]
+    maps = [m.path for process in processes_of(files) for m in maps_of(process) if "sglang_loads" in m.path]
     assert all(temporary.name in path for path in maps), "shared memory is named by its run"
     for name in ("sglang", "gateway"):
         psutil.Process(before[name]["pid"]).kill()  # no batch comes without it: only the waiting trainer can go on
 
     def restarted(*names):
-        return all(listed(folder).get(name, before[name])["pid"] != before[name]["pid"] for name in names)
+        return all(listed(files).get(name, before[name])["pid"] != before[name]["pid"] for name in names)
 
-    until(lambda: restarted("sglang", "gateway"), 600, service)
-    reached = len(read_metrics(folder))
-    until(lambda: len(read_metrics(folder)) >= reached + 4, 600, service)  # more than were ahead
-    assert listed(folder)["sglang"]["url"] == before["sglang"]["url"]
+    def trained():
+        return len(read_metrics(files.path))
+
+    until(lambda: restarted("sglang", "gateway"), 600, told=told)
+    reached = trained()
+    until(lambda: trained() >= reached + 4, 600, told=told)  # more than were ahead
+    assert listed(files)["sglang"]["url"] == before["sglang"]["url"]
     [left] = Path("/dev/shm").glob(f"sglang_loads_{temporary.name}_*")
-    assert f"_{listed(folder)['sglang']['pid']}_" in left.name, "of the killed server nothing is left"
+    assert f"_{listed(files)['sglang']['pid']}_" in left.name, "of the killed server nothing is left"
     for name in ("api", "trainer"):
-        before, reached = listed(folder), len(read_metrics(folder))
+        before, reached = listed(files), trained()
         psutil.Process(before[name]["pid"]).kill()
-        until(lambda: restarted(name), 600, service)  # noqa: B023
-        until(lambda: len(read_metrics(folder)) >= reached + 2, 600, service)  # noqa: B023
-    lines = read_metrics(folder)
+        until(lambda: restarted(name), 600, told=told)  # noqa: B023
+        until(lambda: trained() >= reached + 2, 600, told=told)  # noqa: B023
+    lines = read_metrics(files.path)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert [line["atropos/batch"] for line in lines] == list(range(1, len(lines) + 1))
-    (tmp_path / "second").mkdir()
-    status, output, _ = wait(run(tmp_path / "second", LAUNCH, *options, "--steps", "1000"), 600)
-    assert status == 1 and f"is in use by process {listed(folder)['launcher']['pid']} (launch_services" in words(output)
-    os.kill(service.pid, signal.SIGINT)
-    status, output, left = wait(service, 300)
-    assert status == 130 and "the same command resumes the run" in output, output
-    assert not left, "no process of the run is alive"
+    restarts = r"sglang ended \(-9\), started again at http://127.0.0.1:\d+: 1 of 3 restarts"
+    assert re.search(restarts, words(told())), told()
+    status, output, _ = wait(run(tmp_path, LAUNCH, *options, "--steps", "1000"), 600)
+    assert status == 1 and f"is in use by process {listed(files)['launcher']['pid']} (" in words(output)
+
+
+def test_stop_ends_a_detached_run_and_who_follows_it(training, terminal, tmp_path):
+    """No process is left, no file in a temporary folder, and no shared memory."""
+    files, _, mark = training
+    temporary = Path(psutil.Process(listed(files)["gateway"]["pid"]).environ()["TMPDIR"])
+    view = terminal(command("attach", files.path), tmp_path)
+    view.wait_for(r"╭─ run")
+    follower = subprocess.Popen(command("logs", files.path, "launcher", "-f"), stdout=subprocess.PIPE)
+    status, text = output_of("stop", files.path)
+    assert status == 0 and re.search(r"run after step \d+, in", text) and "resumes it" in text, text
+    assert not living_of(mark) and listed(files) == {}
     assert not temporary.exists() and not [p for p in Path("/dev/shm").iterdir() if temporary.name in p.name]
-    assert listed(folder) == {}
-    assert re.search(r"sglang ended \(-9\), started again at http://127.0.0.1:\d+: 1 of 3 restarts", words(output)), (
-        output
-    )
+    assert view.wait_for_end() == 1 and "ended before it was finished" in " ".join(view.text.split())
+    assert b"the same command resumes the run" in follower.communicate(timeout=60)[0] and follower.returncode == 0
+    assert output_of("status", files.path)[0] == 1 and output_of("stop", files.path)[0] == 0
 
 
 @pytest.fixture(scope="module")
 def finished(training, tmp_path_factory):
-    """(folder, its options, what the second launcher printed, its working folder): interrupted, then gone on with."""
-    service, folder, options = training
-    if service.poll() is None:
-        os.kill(service.pid, signal.SIGINT)
-        wait(service, 300)
-    (folder / "checkpoints/latest_checkpointed_iteration.txt").write_bytes(b"")
-    options, where = [*options, "--steps", str(len(read_metrics(folder)) + 1)], tmp_path_factory.mktemp("finished")
+    """(folder, its options, what the second launcher printed, its working folder): stopped, then gone on with."""
+    files, options, _ = training
+    output_of("stop", files.path)
+    (files.checkpoints / "latest_checkpointed_iteration.txt").write_bytes(b"")
+    options = [*options, "--steps", str(len(read_metrics(files.path)) + 1)]
+    where = tmp_path_factory.mktemp("finished")
     status, output, left = wait(run(where, LAUNCH, *options), 900)
     assert status == 0 and not left, output
-    return folder, options, output, where
+    return files.path, options, output, where
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from helpers.runs import run_of
 from helpers.waiting import until
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.utils import scratch
+from recipe.atropos.utils.files import cache_root
 from recipe.atropos.utils.process import run_command, start_service
 from recipe.atropos.utils.scratch import Scratch, remove_dead
 from recipe.atropos.weight_sync.transports.tensor import TensorTransport
@@ -145,6 +146,20 @@ def test_leftovers_of_another_machine_are_left_to_it():
         shutil.rmtree(other.folder, ignore_errors=True)
         os.close(other._locks.pop())
         (SHM / other.folder.name).unlink(missing_ok=True)
+
+
+def test_leftovers_of_another_program_do_not_move_the_folder(tmp_path, monkeypatch):
+    """Any user may write a file of that name into the system's temporary folder. Nor can one give torch code to run."""
+    (tmp_path / ".scratch").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{tmp_path}/torchinductor_root")  # as torch itself does
+    monkeypatch.setattr(scratch, "_LONGEST_BASE", 200)
+    own = Scratch.create()
+    try:
+        assert own.folder.parent == tmp_path
+        assert Path(own.variables()["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(cache_root())
+    finally:
+        own.remove()
 
 
 def test_leftovers_are_none_where_nothing_can_be_locked(monkeypatch):

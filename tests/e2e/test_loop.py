@@ -1,11 +1,9 @@
 """The trainer between a real Trajectory API and a real SGLang server; groups are posted by hand."""
 
 import asyncio
-import contextlib
 import shutil
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from helpers.export import assert_export_is_what_is_served
-from helpers.services import get, post, running_api
+from helpers.services import post, running_api
 from helpers.sglang import greedy, make_tiny_model, running_sglang, sampled_groups, version_of
 from helpers.trainer import (
     CPU_OVERRIDES,
@@ -29,12 +27,10 @@ from helpers.trainer import (
     trainer_config,
     update,
 )
-from helpers.trajectory_api import ENVIRONMENT, running_trajectory_api
 from helpers.waiting import until
 from random_models import CHAT_TEMPLATE
 from recipe.atropos import ray_trainer
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.errors import NothingToTrain
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.run.record import read_metrics
@@ -99,24 +95,44 @@ def test_pushed_and_exported_weights_are_the_trainers(model_path, server, tmp_pa
         assert_export_is_what_is_served(trainer, server, pushed_weights(tmp_path, 102), tmp_path / "exported")
 
 
+def samples(server, steps, fresh):
+    """Two groups a step: of the first ``fresh`` from its own weights, and those of the last one again and again."""
+    for version in range(steps):
+        if version < fresh:
+            serves(server, version)
+            groups = sampled_groups(server)[:2]
+        yield from groups
+
+
 @pytest.fixture(scope="module")
-def probing(model_path, server, tmp_path_factory):
-    """A trainer that probes what it has pushed."""
-    verify = "trainer.atropos.weight_sync.verify=probe"
-    with make_trainer(model_path, server, "http://127.0.0.1:1", tmp_path_factory.mktemp("probing"), verify) as trainer:
+def fitted(model_path, server, tmp_path_factory):
+    """A trainer that has trained four steps on fresh samples and two on the last of them; it probes its pushes."""
+    folder = tmp_path_factory.mktemp("fitted")
+    options = ["trainer.total_training_steps=6", "trainer.atropos.weight_sync.verify=probe"]
+    with running_api(folder) as api, make_trainer(model_path, server, api.url, folder / "run", *options) as trainer:
+        fit_on(trainer, samples(server, 6, fresh=4))
         yield trainer
 
 
-def test_probe_catches_other_weights_and_older_keys(probing, model_path, server, tmp_path):
+def test_engine_and_trainer_agree_on_fresh_samples_alone(fitted):
+    """1e-4 in fp32 through the whole loop, API included; what lets them part is the policy's own change."""
+    lines = read_metrics(fitted.config.run.dir)
+    gaps = [line["atropos/logprob_diff/max"] for line in lines]
+    kl = [line["rollout_corr/k3_kl"] for line in lines]
+    assert len(gaps) == 6 and max(gaps[:4]) < 1e-4 < 1e-3 < gaps[4], gaps
+    assert kl[3:] == sorted(kl[3:]) and kl[5] > 10 * max(kl[:4]), kl
+
+
+def test_probe_catches_other_weights_and_older_keys(fitted, model_path, server, tmp_path):
     """True pushes pass.
 
     In both faults the server reports the new version, so a look at the version alone finds nothing."""
-    manager, weights = probing.checkpoint_manager, Path(probing.config.run.dir, "weights")
+    manager, weights = fitted.checkpoint_manager, Path(fitted.config.run.dir, "weights")
     older, newer = tmp_path / "older", weights / "version_12"
     assert manager.update_weights(11)["weight_sync/probe_gap"] < 1e-4
     shutil.copytree(weights / "version_11", older)
-    batch, _ = groups_to_data_proto(sampled_groups(server), probing.limits, probing.mini_batch_size)
-    update(probing, batch, step=1)  # large enough to be seen
+    batch, _ = groups_to_data_proto(sampled_groups(server), fitted.limits, fitted.mini_batch_size)
+    update(fitted, batch, step=1)  # large enough to be seen
     assert manager.update_weights(12)["weight_sync/probe_gap"] < 1e-4
 
     asyncio.run(load(server, older, "13", flush_cache=True))
@@ -259,31 +275,6 @@ def stamped(server, versions):
             yield group | {"group_overrides": known}
 
 
-def samples(server, steps, fresh):
-    """Two groups a step: sampled from each step's own weights, or all from those of version 0."""
-    for version in range(steps):
-        if fresh or version == 0:
-            serves(server, version)
-            groups = sampled_groups(server)[:2]
-        yield from groups
-
-
-def test_engine_and_trainer_agree_on_fresh_samples_alone(model_path, server, tmp_path):
-    """1e-4 in fp32 through the whole loop, API included; what lets them part is the policy's own change."""
-    gaps = {}
-    for name, fresh in (("fresh", True), ("stale", False)):
-        groups = samples(server, 4, fresh)
-        fit(model_path, server, tmp_path / name, tmp_path / f"{name}-api", groups, "trainer.total_training_steps=4")
-        lines = read_metrics(tmp_path / name)
-        gaps[name] = (
-            [line["atropos/logprob_diff/max"] for line in lines],
-            [line["rollout_corr/k3_kl"] for line in lines],
-        )
-    assert len(gaps["fresh"][0]) == 4 and max(gaps["fresh"][0]) < 1e-4, gaps
-    assert gaps["stale"][0][0] < 1e-4 and gaps["stale"][0][1] > 1e-3, gaps
-    assert gaps["stale"][1] == sorted(gaps["stale"][1]) and gaps["stale"][1][-1] > 10 * max(gaps["fresh"][1]), gaps
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -297,70 +288,8 @@ def test_models_of_other_architectures_train(family, options, tmp_path):
     model = make_tiny_model(tmp_path / "model", 0, family, **options)
     options = ["trainer.total_training_steps=3", "trainer.atropos.weight_sync.verify=probe"]
     with running_sglang(model, max_total_tokens=4096) as (_, server):
-        fit(model, server, tmp_path / "run", tmp_path / "api", samples(server, 3, fresh=True), *options)
+        fit(model, server, tmp_path / "run", tmp_path / "api", samples(server, 3, fresh=3), *options)
     lines = read_metrics(tmp_path / "run")
     assert len(lines) == 3 and all(line["actor/grad_norm"] > 0 for line in lines)
     for name in ("atropos/logprob_diff/max", "weight_sync/probe_gap"):
         assert max(line[name] for line in lines) < 1e-4, name
-
-
-@contextlib.contextmanager
-def sampling(url, server, has_policys_tokenizer):
-    """An environment that samples under tickets, two groups a batch, some batches with the tokens of another model."""
-    ended = threading.Event()
-
-    def sample():
-        while get(f"{url}/info")["batch_size"] == -1 and not ended.is_set():
-            time.sleep(0.1)
-        env, posted = None, 0
-        while not ended.is_set():
-            env = env or post(f"{url}/register-env", ENVIRONMENT | {"max_token_length": 1000})["env_id"]
-            ticket = post(f"{url}/begin", {"env_id": env, "sequences": 4, "held": [], "wait": 1})["ticket"]
-            if ticket is None:
-                continue
-            versions = [int(version_of(server))] * 4
-            known = {"env_name": "maths", "policy_version_min": versions, "policy_version_max": versions}
-            group = sampled_groups(server)[0] | {"env_id": env, "group_overrides": known}
-            if not has_policys_tokenizer(1 + posted // 2):
-                group["tokens"] = [[10**6, *row[1:]] for row in group["tokens"]]
-            post(f"{url}/scored_data", group, {"Atropos-Ticket": str(ticket)})
-            posted += 1
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(60)
-
-
-@pytest.mark.slow
-def test_empty_batches_between_rare_pushes_stop_no_run(model_path, server, tmp_path):
-    """More in a row than the bound admits batches ahead of the weights, at the start and between pushes."""
-    options = ["trainer.atropos.weight_sync.every=2", "trainer.atropos.max_staleness=1"]
-    options += ["trainer.total_training_steps=4", "trainer.save_freq=-1"]
-    with running_trajectory_api(tmp_path) as api, sampling(api.url, server, {4, 6, 9, 10}.__contains__):
-        with make_trainer(model_path, server, api.url, tmp_path / "run", *options) as trainer:
-            trainer.fit()
-        known = api.get("/diagnose")
-    lines = read_metrics(tmp_path / "run")
-    assert [line["atropos/batch"] for line in lines] == [4, 6, 9, 10]
-    assert [line["atropos/empty_batches"] for line in lines] == [3, 1, 2, 0]
-    assert [line["atropos/policy_version"] for line in lines] == [0, 2, 2, 4]
-    assert known["trainer"]["weights_through"] == 10
-    assert max(line["atropos/staleness/max"] for line in lines) == 1 and known["counts"]["empty_batches"] == 6
-    assert trainer.record.totals.dropped == {"foreign_tokens": 48} and trainer.record.totals.empty_batches == 6
-    assert version_of(server) == "4"
-
-
-@pytest.mark.slow
-def test_empty_batches_from_the_first_end_with_their_reasons(model_path, server, tmp_path):
-    """Long before ``max_wait_time``, though no weights are pushed."""
-    options = ["trainer.atropos.max_empty_batches=3", "trainer.atropos.max_staleness=0"]
-    with running_trajectory_api(tmp_path) as api, sampling(api.url, server, lambda batch: False):
-        with make_trainer(model_path, server, api.url, tmp_path / "run", *options) as trainer:
-            with pytest.raises(NothingToTrain, match="max_empty_batches=3 .*: maths: foreign_tokens 24"):
-                trainer.fit()
-        assert api.get("/diagnose")["counts"]["empty_batches"] == 3
-    assert read_metrics(tmp_path / "run") == []

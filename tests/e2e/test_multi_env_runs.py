@@ -1,9 +1,5 @@
 """Several environments that run: what becomes of the others when one dies."""
 
-import asyncio
-import os
-import signal
-
 import orjson
 import psutil
 import pytest
@@ -11,102 +7,12 @@ import pytest
 from helpers.environments import item_env
 from helpers.interpreter import make_interpreter, write_environment
 from helpers.launchers import launched
-from helpers.runs import run_of
-from helpers.services import get, group, post
-from helpers.trainer import compose_config
-from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
-from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import LineReader
-from recipe.atropos.utils.process import ServiceFailed
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
-
-
-def end(service):
-    os.kill(service.pid, signal.SIGKILL)
-    service.process.wait(10)
-
-
-class Stage:
-    """Two environments under the launcher's care, and the API; nobody samples."""
-
-    def __init__(self, folder, model, api, *options):
-        each = [
-            f"environments.{name}.{key}" for name in "ab" for key in (f"target={ITEM_ENV}", "min_batch_allocation=0.5")
-        ]
-        sizes = ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=2"]
-        settings = compose_config(f"actor_rollout_ref.model.path={model}", *each, *options, *sizes)
-        self.api, self.run = api, run_of(settings, folder)
-        self.environments = EnvironmentProcesses(self.run, api, "http://127.0.0.1:1")
-
-    async def until(self, condition, seconds=60):
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await self.environments.poll()
-                self.run.check()
-                await asyncio.sleep(0.1)
-
-    def service(self, name):
-        return self.run.services[f"environment-{name}"]
-
-    def registrations(self, name):
-        return [
-            line["registered"]
-            for line in LineReader(self.run.files.path / f"environments/{name}.jsonl").new_lines()
-            if "registered" in line
-        ]
-
-    def shares(self, *numbers):
-        """Of a batch: what is allocated, and of the rest what the weight gives."""
-        found = []
-        for number in numbers:
-            status = get(f"{self.api}/status-env", {"env_id": number})
-            found.append(0.5 + status["unallocated_fraction"] * status["env_weight"])
-        return found
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_of_an_environment_that_is_killed_nothing_is_waited_for(tmp_path, model_path):
-    """First it is started again, then given up; each time its part of the batch is the other's."""
-
-    async def scene(stage):
-        stage.environments.start()
-        await stage.until(lambda: stage.registrations("a") and stage.registrations("b"))
-        [a], [b] = stage.registrations("a"), stage.registrations("b")
-        assert stage.shares(a, b) == [0.5, 0.5]
-        for number in range(2):
-            post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
-        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)  # b's allocation is not waited for
-        first = stage.service("b")
-        end(first)
-        await stage.until(lambda: len(stage.registrations("b")) == 2)
-        assert stage.service("b").pid != first.pid
-        _, b = stage.registrations("b")
-        assert stage.shares(a, b) == [0.5, 0.5]
-        end(stage.service("b"))
-        await stage.until(lambda: stage.shares(a) == [1.0])
-        for number in range(2):
-            post(f"{stage.api}/scored_data", group(number, size=2) | {"env_id": a})
-        await stage.until(lambda: get(f"{stage.api}/batch")["batch"] is not None)  # after a's own tickets
-        assert list(stage.run.services) == ["environment-a"]
-        summary = stage.environments.summary()
-        assert (summary["b"]["restarts"], summary["b"]["abandoned"], summary["a"]["abandoned"]) == (1, True, False)
-        end(stage.service("a"))
-        with pytest.raises(ServiceFailed, match="environment-a: ended once more after 0 restarts"):
-            await stage.until(lambda: False, 10)
-
-    with running_trajectory_api(tmp_path) as api:
-        api.register(batch_size=4, max_token_len=2048)
-        assert get(f"{api.url}/batch")["batch"] is None
-        stage = Stage(tmp_path, model_path, api.url, "environments.a.max_restarts=0", "environments.b.max_restarts=1")
-        try:
-            asyncio.run(scene(stage))
-        finally:
-            stage.run.stop()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from atroposlib.envs.base import EvalHandlingEnum
 
 from helpers.numbered_env import BATCH, SIZE, NumberEnv, made, make, managed, until  # noqa: F401
 from helpers.scripted_trainer import ScriptedTrainer
-from helpers.services import get, post
+from helpers.services import get
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.errors import EnvironmentFailure
 
@@ -42,22 +42,13 @@ async def test_items_start_as_far_as_the_bound_allows(api, make):
         assert await trainer.next_batch(manager) == [3, 4, 5]
         await asyncio.sleep(1)
         assert await asyncio.to_thread(trainer.batch) is None and len(env.begun) == 6, "two batches for version 0"
+        assert env.backlog == [{"number": 6}], "a checkpoint has what waits for a ticket"
         trainer.push()
         assert await trainer.next_batch(manager) == [6, 7, 8]
         again = ScriptedTrainer(api, BATCH, max_staleness=1, after=1)
         assert [await again.next_batch(manager) for _ in range(2)] == [[3, 4, 5], [6, 7, 8]]
         again.push()
         assert await again.next_batch(manager) == [9, 10, 11]
-
-
-async def test_batches_have_the_items_that_started_first(api, make):
-    async with playing(make(api)) as (env, manager):
-        trainer = ScriptedTrainer(api, BATCH, max_staleness=2)
-        env.gates[1] = asyncio.Event()
-        await until(lambda: env.report.counts["groups_sent"] == 8, manager)
-        assert await asyncio.to_thread(trainer.batch) is None, "item 1 is waited for"
-        env.gates[1].set()
-        assert [sorted(await trainer.next_batch(manager)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 class TimedEnv(NumberEnv):
@@ -225,19 +216,6 @@ async def test_nothing_starts_once_the_environment_ends(api, make):
         await asyncio.gather(manager, return_exceptions=True)
         await asyncio.sleep(0.2)
         assert len(env.begun) == begun and not env.workers
-
-
-async def test_an_environment_that_left_is_not_waited_for(api, make):
-    async with playing(make(api)) as (env, manager):
-        trainer = ScriptedTrainer(api, BATCH, max_staleness=0)
-        other = {"max_token_length": 100, "desired_name": "other", "weight": 0.5, "group_size": SIZE}
-        number = post(f"{api}/register-env", other)["env_id"]
-        assert post(f"{api}/begin", {"env_id": number})["ticket"]
-        await until(lambda: len(env.begun) == 2, manager)
-        await asyncio.sleep(1)
-        assert await asyncio.to_thread(trainer.batch) is None and len(env.begun) == 2, "its own two thirds of a batch"
-        post(f"{api}/disconnect-env", {"env_id": number})
-        assert await trainer.next_batch(manager) == [0, 1, 2]
 
 
 @pytest.mark.slow

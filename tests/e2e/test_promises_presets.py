@@ -1,16 +1,15 @@
 """The presets for real models train, made small for two CPU cores."""
 
-import sys
-
 import orjson
 import pytest
 
+from helpers.launchers import trained
 from helpers.promises import PRESETS, SMALL, code, listed, rows_of
 from recipe.atropos.config.models import resolve_model
 from recipe.atropos.environments.word_problems import generate
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.record import read_metrics
-from recipe.atropos.utils.process import free_port, start_service
+from recipe.atropos.utils.process import free_port
 
 
 @pytest.mark.slow
@@ -21,15 +20,9 @@ def test_promises_of_presets_train_a_small_model(tmp_path, preset):
         lines = b"\n".join(orjson.dumps(row) for row in generate(split, size))
         (tmp_path / f"{split}.jsonl").write_bytes(lines)
     options = [f"--preset={preset}", f"--model={resolve_model('small-policy', seed=0)}", "--steps=2", "--run-dir=run"]
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options, *SMALL]
-    command += [f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
-    command += [f"api.port={free_port()}", f"inference.gateway_port={free_port()}"]  # another test needs the defaults
-    service = start_service("launcher", command, log_path=tmp_path / "log", cwd=tmp_path, env={"WANDB_MODE": "offline"})
-    try:
-        status = service.process.wait(1700)
-    finally:
-        service.stop(grace=0)
-    assert status == 0, (tmp_path / "log").read_text()
+    options += [*SMALL, f"environment.args.dataset_name={tmp_path}", "trainer.logger=[console,wandb]"]
+    options += [f"api.port={free_port()}", f"inference.gateway_port={free_port()}"]  # another test needs the defaults
+    trained(tmp_path, *options, timeout=1700, WANDB_MODE="offline")
     first, last = read_metrics(tmp_path / "run")
     assert last["step"] == 2 and last["atropos/rows"] == 32 and last["atropos/staleness/max"] == 0
     assert list(tmp_path.glob("run/wandb/offline-run-*"))

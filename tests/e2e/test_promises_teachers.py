@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.boxed_policy import make_boxed_policy
 from helpers.gsm8k_checkout import write_hub_data
+from helpers.launchers import environment_process
 from helpers.loss import assert_taught, in_the_loss
-from helpers.services import get, post
+from helpers.services import get
 from helpers.sglang import call, running_sglang
 from helpers.taught import taught
 from helpers.trainer import model_vocab
@@ -29,7 +29,6 @@ from helpers.trajectory_api import running_trajectory_api
 from helpers.waiting import until
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.demo.small_policy import Recipe, make_small_policy
-from recipe.atropos.utils.process import start_service
 
 BATCH, SIZE = 8, 4
 
@@ -62,31 +61,14 @@ def served(folder, target, flags):
     """(groups of two batches, last counts) of an environment run by the adapter with a real API, in ``folder``."""
     report = folder / "report.jsonl"
     with running_trajectory_api(folder) as api:
-        registration = {"wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 3000}
-        steps = {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 10**6}
-        post(f"{api.url}/register", registration | steps)
-        get(f"{api.url}/batch")
-        flags = {
-            "env.rollout_server_url": api.url,
-            "env.use_wandb": False,
-            "env.group_size": SIZE,
-            "adapter.report": report,
-        } | flags
-        command = [sys.executable, "-m", "recipe.atropos.utils.env_adapter", "serve", "--env", str(target)]
-        service = start_service(
-            "env",
-            [*command, *(f"--{key}={value}" for key, value in flags.items())],
-            log_path=folder / "env.log",
-            cwd=folder,
-            env={
-                "HF_HUB_OFFLINE": "1",
-                "HF_DATASETS_CACHE": str(folder / "cached"),  # else another folder of this name may be found there
-            },
-        )
-        try:
+        api.register(batch_size=BATCH, max_token_len=3000)
+        assert api.batch() is None
+        own = {"env": target, "env.rollout_server_url": api.url, "env.use_wandb": False, "env.group_size": SIZE}
+        # HF_DATASETS_CACHE: else another folder of this name may be found there
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cached")}
+        command, flags = ["-m", "recipe.atropos.utils.env_adapter"], own | {"adapter.report": report} | flags
+        with environment_process(folder, *command, flags=flags, **offline) as service:
             batches = [until(lambda: get(f"{api.url}/batch")["batch"], 240, service) for _ in range(2)]
-        finally:
-            service.stop(grace=10)
     counts = orjson.loads(report.read_bytes().splitlines()[-1])["counts"]
     return [group for batch in batches for group in batch], counts
 

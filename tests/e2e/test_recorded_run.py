@@ -7,20 +7,21 @@ import sys
 import pytest
 from rich.console import Console
 
+from helpers.launchers import trained
 from recipe.atropos.commands.inspect import show
 from recipe.atropos.config.compose import load_complete
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.report.token_view import batch_of_step, find_row, rows_of_step, tokens_of_row
+from recipe.atropos.report.token_view import batch_of_step, find_row, rows_of_step
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.sources.numbered import DataSourceError
 from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.process import start_service
 
 
-def begun(folder, name, module, *arguments):
-    """A module of the recipe, running."""
-    command = [sys.executable, "-m", module, *arguments]
-    return start_service(name, command, log_path=folder / f"{name}.log", cwd=folder)
+def replay(run):
+    """The command, running."""
+    command = [sys.executable, "-m", "recipe.atropos.utils.debug", "replay", str(run)]
+    return start_service("replay", command, log_path=run.with_name(f"replay-{run.name}.log"), cwd=run.parent)
 
 
 def ended(service, timeout):
@@ -35,10 +36,8 @@ def ended(service, timeout):
 def recorded(tmp_path_factory):
     """A demo run of two steps."""
     folder = tmp_path_factory.mktemp("recorded")
-    options = ["--preset", "demo", "--steps", "2", f"run.dir={folder / 'run'}", "environment.evaluate=false"]
-    options += ["trainer.save_freq=2"]
-    status, output = ended(begun(folder, "launch", "recipe.atropos.launch_services", *options), timeout=240)
-    assert status == 0, output
+    options = ["--preset", "demo", "--steps", "2", "run.dir=run", "environment.evaluate=false", "trainer.save_freq=2"]
+    trained(folder, *options, timeout=240)
     return folder / "run"
 
 
@@ -54,43 +53,14 @@ def test_replay_ends_with_the_runs_weights_bit_for_bit(recorded):
     lines[0]["batch"], lines[1]["batch"] = lines[1]["batch"], lines[0]["batch"]
     other.write_text("\n".join(map(json.dumps, lines)))
     records.import_(swapped / "trajectories", other)
-    module, runs = "recipe.atropos.utils.debug", (recorded, swapped)
-    replays = [begun(recorded.parent, f"replay-{run.name}", module, "replay", str(run)) for run in runs]
+    replays = [replay(run) for run in (recorded, swapped)]
     try:
-        (status, output), (status_swapped, output_swapped) = [ended(replay, timeout=200) for replay in replays]
+        (status, output), (status_swapped, output_swapped) = [ended(each, timeout=200) for each in replays]
     finally:
-        for replay in replays:
-            replay.stop(grace=0)
+        for each in replays:
+            each.stop(grace=0)
     assert status == 0 and "weights after step 2: the same, bit for bit" in output, output
     assert status_swapped == 1 and "weights after step 2 differ in" in output_swapped, output_swapped
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_inspect_shows_mask_logprob_and_advantage_of_each_token(recorded):
-    batch = batch_of_step(RunDir(recorded), 2)
-    config = load_complete(recorded / "config.yaml")
-    rows = rows_of_step(config, 2)
-    row = find_row(rows, 3, 1)
-
-    class Names:
-        def decode(self, ids):
-            return f"<{ids[0]}>"
-
-    tokens = list(tokens_of_row(rows, row, Names()))
-    group = json.loads(batch[3].to_json())
-    assert [token["id"] for token in tokens] == group["tokens"][1]
-    assert [token["trained"] for token in tokens] == [mask != -100 for mask in group["masks"][1]]
-    for token, mask, logprob in zip(tokens, group["masks"][1], group["inference_logprobs"][1], strict=True):
-        assert token["text"] == f"<{token['id']}>"
-        assert token["logprob"] == (None if mask == -100 else pytest.approx(logprob, abs=1e-6))
-        assert (token["advantage"] is None) == (mask == -100)
-    assert {token["advantage"] > 0 for token in tokens if token["trained"]} == {group["scores"][1] > 0}
-
-    console = Console(record=True, width=100, color_system="truecolor", force_terminal=True)
-    show(RunDir(recorded), 2, 3, 1, table=True, console=console)
-    text = console.export_text()
-    assert "step 2, group 3, sequence 1 of gsm8k: score" in text and "assistant" in text
 
 
 @pytest.mark.slow

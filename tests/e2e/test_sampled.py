@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+import psutil
 import pytest
 from atroposlib.envs.base import ScoredDataItem
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
@@ -13,7 +14,9 @@ from helpers.sglang import running_sglang
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import RowLimits, trained_spans
 from recipe.atropos.data.sampling import SamplingCheck, SamplingMismatch
-from recipe.atropos.inference.client import SGLangClient
+from recipe.atropos.inference.client import InferenceError, SGLangClient
+
+KEY = "x"  # which every environment here is made with
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,12 @@ def tokenizer(model_path):
 
 @pytest.fixture(scope="module")
 def url(model_path):
-    with running_sglang(model_path, max_total_tokens=8192) as (_, url):
+    with running_sglang(model_path, max_total_tokens=8192, api_key=KEY) as (service, url):
+        members = service.members()
+        assert len(members) >= 3  # server, scheduler, detokenizer
         yield url
+    assert service.poll() is not None
+    assert all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in members)
 
 
 @pytest.fixture
@@ -205,7 +212,7 @@ async def test_aborted_samples_are_asked_for_again(route, model_path, url):
     asked = {"n": 4, "max_tokens": 400, "extra_body": {"ignore_eos": True}, "logprobs": route == "plain"}
     messages = [{"role": "user", "content": "go"}]
     task = asyncio.create_task(env.server.chat_completion(messages=messages, **asked))
-    async with SGLangClient(url) as client:
+    async with SGLangClient(url, KEY) as client:
         while not task.done() and not env.report.counts["aborted_samples"]:
             await asyncio.sleep(0.3)
             await client.pause("abort")
@@ -216,3 +223,12 @@ async def test_aborted_samples_are_asked_for_again(route, model_path, url):
     assert answer.usage.completion_tokens >= 400
     if route == "exact":
         assert len(env._calls.caches["train"]) == 4
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+async def test_a_wrong_key_is_named(url, key):
+    async with SGLangClient(url, key) as client:
+        for call in (client.model_info, client.flush_cache, client.capabilities):
+            with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
+                await call()
+            assert error.value.status == 401

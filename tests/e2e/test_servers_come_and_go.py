@@ -15,7 +15,7 @@ import pytest
 
 from helpers.gateway import AsPushBegins
 from helpers.sglang import make_tiny_model, wait_healthy
-from helpers.trainer import close, compose_config, started
+from helpers.trainer import running, trainer_config
 from helpers.waiting import until
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient, GatewayError
@@ -94,18 +94,11 @@ def gateway(servers, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trainer(cluster, model_path, servers, gateway, tmp_path_factory):
-    config = compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"inference.urls=[{','.join(part.url for part in servers)}]",
-        f"inference.gateway={gateway.url}",
-        f"inference.api_key={KEY}",
-        "trainer.atropos.weight_sync.timeout=60",
-        "trainer.atropos.weight_sync.verify=probe",
-        f"run.dir={tmp_path_factory.mktemp('run')}",
-    )
-    trainer = started(config)
-    yield trainer
-    close(trainer)
+    options = [f"inference.gateway={gateway.url}", f"inference.api_key={KEY}"]
+    options += ["trainer.atropos.weight_sync.timeout=60", "trainer.atropos.weight_sync.verify=probe"]
+    urls = [part.url for part in servers]
+    with running(trainer_config(model_path, tmp_path_factory.mktemp("run"), urls, *options)) as trainer:
+        yield trainer
 
 
 async def healthy(url):

@@ -227,15 +227,11 @@ def test_session_groups_of_one_key_are_one(sessions, api):
     assert api.get("/diagnose")["queue"]["open_tickets"] == 2
 
 
-def test_session_groups_larger_than_a_batch_are_refused(sessions, api):
-    status, answer = sessions.call("POST", "/groups", {"env": "tool", "size": 7})
-    assert status == 400 and "give 1 to 6" in answer["error"]["message"]
-
-
 def test_session_groups_are_checked_before_a_ticket(sessions, api):
-    for name, wrong in (("stop_token_ids", {"sampling": {"stop_token_ids": 5}}), ("size", {"size": 0})):
+    larger = ("give 1 to 6", {"size": 7})  # than a batch
+    for told, wrong in (("stop_token_ids", {"sampling": {"stop_token_ids": 5}}), ("size", {"size": 0}), larger):
         status, answer = sessions.call("POST", "/groups", {"env": "tool", "size": 2} | wrong)
-        assert status == 400 and name in answer["error"]["message"]
+        assert status == 400 and told in answer["error"]["message"]
     assert not api.get("/diagnose")["queue"]["open_tickets"]
 
 

@@ -89,14 +89,12 @@ def check_logprobs(model_path, rows):
 
 
 def test_session_survives_kills_of_its_server(model_path, sessions):
-    """Between turns and while one is sampled; the client's library only sees an outage."""
+    """While a turn is sampled, and at the end; the client's library only sees an outage."""
     opened = sessions.call("open", sampling={"temperature": 1.0})
     client = openai.OpenAI(base_url=f"{opened.base_url}/v1", api_key=opened.api_key, max_retries=8)
     messages = [{"role": "user", "content": "12 and 7?"}]
     for turn in range(4):
-        if turn == 1:
-            sessions.restart()
-        if turn == 2:  # while it samples
+        if turn == 2:
             killer = threading.Timer(0.02, sessions.restart)
             killer.start()
         reply = client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
@@ -119,8 +117,8 @@ def environment(model_path, server, sessions, monkeypatch, items, **fields):
     _, [handle] = ProgramEnv.config_init()
     handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
     config = ProgramEnvConfig(
-        tokenizer_name=str(model_path), items=str(path), sessions_url=sessions.url, use_wandb=False,
-        data_dir_to_save_evals=str(sessions.folder),
+        tokenizer_name=str(model_path), items=str(path), held_out=str(path), sessions_url=sessions.url,
+        use_wandb=False, data_dir_to_save_evals=str(sessions.folder),
         **{"group_size": 3, "max_tokens": 40, "max_token_length": 250} | fields,
     )  # fmt: skip
     yield ProgramEnv(config, [handle], slurm=False)
@@ -138,14 +136,12 @@ def collected(env):
 
 
 PROGRAM = """
-import json, os, sys
+import json, os
 from openai import OpenAI
 item = json.loads(os.environ["ATROPOS_ITEM"])
 assert not os.environ["ATROPOS_API_KEY"] and not os.listdir(".")
 client = OpenAI()
 reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": item["question"]}])
-if item.get("exit"):
-    sys.exit(3)
 print(json.dumps({"reward": item["reward"]}))
 """
 
@@ -219,7 +215,7 @@ def test_session_requests_wait_while_weights_are_pushed(model_path, server, sess
         ({"agent": "helpers.agents:fails"}, {}, "RuntimeError"),
         ({"agent": "helpers.agents:hangs", "time_limit": 0.5}, {}, "seconds"),
         ({"agent": "helpers.agents:asks_twice", "max_turns": 1}, {"question": "a", "reward": 1.0}, "turns"),
-        ({"command": f"{sys.executable} -c {shlex.quote(PROGRAM)}"}, {"question": "a", "exit": True}, "exit_status"),
+        ({"command": "sh -c 'echo 1.5; exit 3'"}, {}, "exit_status"),
         ({"command": "echo done"}, {}, "no_reward"),
         ({"command": "echo 1.5"}, {}, "no_turn"),
         ({"command": "sh -c 'sleep 321 & sleep 322'", "time_limit": 1.0}, {}, "seconds"),

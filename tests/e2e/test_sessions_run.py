@@ -51,7 +51,8 @@ from verifiers_env import VerifiersEnv, VerifiersEnvConfig
 _, [handle] = VerifiersEnv.config_init()
 handle.model_name, url, taskset = sys.argv[1:]
 config = VerifiersEnvConfig(
-    tokenizer_name=handle.model_name, group_size=2, sessions_url=url, use_wandb=False, taskset=taskset, parallel=1
+    tokenizer_name=handle.model_name, group_size=2, sessions_url=url, use_wandb=False, taskset=taskset, parallel=1,
+    held_out=taskset,
 )
 env = VerifiersEnv(config, [handle], slurm=False)
 

@@ -1,12 +1,10 @@
 """The small policies learn to use a calculator and to write programs, by the launcher, as a person starts it."""
 
-import sys
-
 import orjson
 import pytest
 
+from helpers.launchers import trained
 from recipe.atropos.run.record import read_metrics
-from recipe.atropos.utils.process import start_service
 
 
 @pytest.mark.slow
@@ -17,13 +15,7 @@ from recipe.atropos.utils.process import start_service
 )
 def test_preset_raises_held_out_success_by_15_points(tmp_path, preset, seed, least, most):
     """It has 60 steps for that."""
-    command = [sys.executable, "-m", "recipe.atropos.launch_services", "--preset", preset, "--seed", str(seed)]
-    service = start_service("launcher", [*command, "--run-dir", str(tmp_path / "run")], log_path=tmp_path / "log")
-    try:
-        assert service.process.wait(2800) == 0, service.tail(60)
-        assert "left running" not in service.tail(), "it ends what it started"
-    finally:
-        service.stop(grace=30)
+    trained(tmp_path, "--preset", preset, "--seed", str(seed), "--run-dir", "run", timeout=2800)
     summary = orjson.loads((tmp_path / "run/summary.json").read_bytes())
     before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
     assert summary["heldout_problems"] == 256 and least <= before <= most

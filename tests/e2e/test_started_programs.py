@@ -1,4 +1,4 @@
-"""Programs that import much, each started for one test: from another folder, with secrets, with a typo."""
+"""Programs that import much, each started for one test: from another folder, with secrets, with a typo, with GPUs."""
 
 import json
 import os
@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from helpers import ROOT
+from helpers.gpu import VARIABLES
 from helpers.runs import run_of
+from recipe.atropos import main
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.environment_processes import check_environments
@@ -80,12 +82,10 @@ def test_schema_start_checks_flags_of_an_environment(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_schema_start_refuses_pools_by_name_where_they_cannot_be(tmp_path):
-    """An environment that chooses its own items has no difficulty pools."""
-    target = "environment.target=recipe.atropos.environments.even_tokens"
-    options = [f"actor_rollout_ref.model.path={tmp_path}", target, "environment.args.difficulty_pools=0.5"]
-    with pytest.raises(ConfigurationError, match="^unknown flag environment.args.difficulty_pools"):
-        check_environments(run_of(load_config(options), tmp_path))
+def test_schema_start_of_the_trainer_asks_for_servers():
+    config = load_config(["preset=demo"])
+    with pytest.raises(ConfigurationError, match="inference.urls is empty: give the URLs of the SGLang servers"):
+        main.run(config)
 
 
 def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
@@ -96,3 +96,38 @@ def test_schema_start_of_the_trainer_imports_no_verl_for_a_typo():
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert told.stdout.splitlines() == ["error: seeed: no such key; did you mean seed?", "[]"], told.stderr
+
+
+# verl's platform; there is no GPU here: an ``nvidia-smi`` that lists some stands for it
+CODE = "import verl; from verl.plugin.platform import get_platform; print('platform', get_platform().device_name)"
+DRIVERS = "import recipe.atropos.utils.gpus as device; device.driver_gpus = lambda: {}; "
+
+
+def platform(code=CODE, **environment):
+    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**kept, **environment}
+    )
+    return [line for line in result.stdout.splitlines() if line.startswith("platform")]
+
+
+def test_without_an_accelerator_verl_finds_the_cpu_by_itself(machine):
+    machine(0, "exit 9")
+    assert platform(DRIVERS.format(0) + CODE, CUDA_VISIBLE_DEVICES="") == ["platform cpu"]
+
+
+@pytest.mark.parametrize(
+    "where", ["nvidia-smi", *(pytest.param(where, marks=pytest.mark.slow) for where in ("driver", "cluster", "worker"))]
+)
+def test_where_a_gpu_may_be_present_the_plugin_stays_off(machine, where):
+    """verl then takes its own default, also in a process that sees no GPU by itself."""
+    if where == "nvidia-smi":
+        machine(1)
+    variables = {"cluster": {"RAY_ADDRESS": "host:6379"}, "worker": {"RAY_RAYLET_PID": "1"}}.get(where, {})
+    assert platform((DRIVERS.format(1) if where == "driver" else "") + CODE, **variables) == ["platform cuda"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "device"), [("nvidia", "cuda"), ("cpu", "cpu")])
+def test_verls_own_variable_decides_over_both(name, device):
+    assert platform(VERL_PLATFORM=name) == [f"platform {device}"]

@@ -7,6 +7,7 @@ import time
 
 import orjson
 import pytest
+import requests
 from msgspec import to_builtins
 
 from helpers.services import get, group, post, running_api
@@ -32,10 +33,17 @@ def post_groups(api, numbers, size=4):
         post(f"{api.url}/scored_data", group(number, size))
 
 
-@pytest.fixture
-def api(tmp_path):
-    with running_api(tmp_path) as service:
+@pytest.fixture(scope="module")
+def shared_api(tmp_path_factory):
+    with running_api(tmp_path_factory.mktemp("api")) as service:
         yield service
+
+
+@pytest.fixture
+def api(shared_api):
+    """As it was started."""
+    requests.get(f"{shared_api.url}/reset_data", timeout=30).raise_for_status()
+    return shared_api
 
 
 def test_data_source_gives_the_oldest_batch_first(api):
@@ -78,21 +86,24 @@ def test_an_api_that_keeps_another_batch_size_is_an_error(api):
             pass
 
 
-@pytest.mark.parametrize("situation", ["no environment", "silent environment", "groups that do not fit"])
-def test_a_wait_ends_and_says_who_is_silent(api, situation):
-    source = StockSource(config(api.url, max_wait_time=3), REGISTRATION)
-    with source:
-        expected = "no environment has registered"
-        if situation != "no environment":
-            env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 3}
-            until(lambda: post(f"{api.url}/register-env", env)["status"] == "success")
-            expected = "an environment has registered.*posted nothing"
-        if situation == "groups that do not fit":
-            post_groups(api, range(5), size=3)
-            expected = "groups wait, the last of 3 sequences, which cannot fill a batch of 8"
-        limit = "within trainer.atropos.max_wait_time=3 s"
-        with pytest.raises(DataSourceError, match=f"no batch of 8 sequences {limit}: .*{expected}"):
-            source.next_batch()
+def test_a_wait_ends_and_says_who_is_silent(tmp_path):
+    """With an API that never had a group."""
+    limit = "no batch of 8 sequences within trainer.atropos.max_wait_time=2 s"
+    situations = {
+        "no environment": "no environment has registered",
+        "silent environment": "an environment has registered.*posted nothing",
+        "groups that do not fit": "groups wait, the last of 3 sequences, which cannot fill a batch of 8",
+    }
+    with running_api(tmp_path) as api:
+        for situation, expected in situations.items():
+            with StockSource(config(api.url, max_wait_time=2), REGISTRATION) as source:
+                if situation != "no environment":
+                    env = {"max_token_length": 64, "desired_name": "e", "weight": 1.0, "group_size": 3}
+                    until(lambda env=env: post(f"{api.url}/register-env", env)["status"] == "success")
+                if situation == "groups that do not fit":
+                    post_groups(api, range(5), size=3)
+                with pytest.raises(DataSourceError, match=f"{limit}: .*{expected}"):
+                    source.next_batch()
 
 
 def test_an_api_that_dies_ends_the_wait_with_its_name(tmp_path):

@@ -12,7 +12,7 @@ import atroposlib
 import numpy as np
 import pytest
 
-from helpers.numbered_env import stock_env
+from helpers.numbered_env import begin_at_once, stock_env
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
 from recipe.atropos.data.reasons import RefusedGroup
@@ -120,8 +120,9 @@ def sft_generator(url, folder, tokenizer):
 
 
 @pytest.mark.parametrize("program", [example_trainer, pytest.param(sft_generator, marks=pytest.mark.slow)])
-async def test_a_stock_environment_and_stock_clients_run(program, api, model_path, tmp_path):
+async def test_a_stock_environment_and_stock_clients_run(program, api, model_path, tmp_path, monkeypatch):
     """With the secret in the address, which is all that they are told."""
+    begin_at_once(monkeypatch)
     url = f"{api.url}/s3cret"
     environment = stock_env(url, model_path)
     manager = asyncio.create_task(environment.env_manager())
@@ -142,6 +143,26 @@ async def test_a_stock_environment_and_stock_clients_run(program, api, model_pat
         assert len(saved) >= 6, output
     else:
         assert re.search(r"^batches [3-9]", output, flags=re.MULTILINE), output
+
+
+async def test_a_held_stock_environment_is_answered_in_time(tmp_path, model_path, monkeypatch):
+    """Nobody takes batches, its own limit is far away, and its posts are answered: none is sent again or lost."""
+    begin_at_once(monkeypatch)
+    with running_trajectory_api(tmp_path, "--queue-tokens", "1", "--hold-seconds", "1") as api:
+        api.register(batch_size=4)
+        environment = stock_env(api.url, model_path, max_batches_offpolicy=100)
+        manager = asyncio.create_task(environment.env_manager())
+        async with asyncio.timeout(40):
+            while (await asyncio.to_thread(api.get, "/diagnose"))["received"] < 8:
+                await asyncio.sleep(0.05)
+        assert not manager.done(), manager.exception()
+        manager.cancel()
+        await asyncio.gather(manager, return_exceptions=True)
+        counts, found = api.get("/diagnose")["counts"], []
+        while batch := api.batch():
+            found += batch
+    assert not [name for name in counts if name.startswith(("repeated", "refused"))]
+    assert sorted(found) == list(range(len(found))) and len(found) >= 8
 
 
 def test_the_api_tests_of_atroposlib_pass(tmp_path):

@@ -1,6 +1,7 @@
 """Every transport brings every tensor, or nothing that counts: real SGLang servers, the engine of rank 0 alone."""
 
 import asyncio
+import functools
 import gc
 import json
 import re
@@ -9,7 +10,6 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -58,6 +58,7 @@ def version():
     return time.time_ns()
 
 
+@functools.cache
 def expected(model):
     return answers_of(model, PROMPTS, 12)
 
@@ -281,7 +282,7 @@ def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, ver
     send(pusher, models["old"], version)
     memory.resume([server])
     parameters = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}
-    request = partial(SGLangClient.generate, input_ids=PROMPTS[0], sampling_params=parameters)
+    request = functools.partial(SGLangClient.generate, input_ids=PROMPTS[0], sampling_params=parameters)
     with ThreadPoolExecutor() as threads:
         running = threads.submit(call, server, request, 120)
         time.sleep(0.5)

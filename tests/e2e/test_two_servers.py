@@ -13,10 +13,9 @@ from ray.cluster_utils import Cluster
 
 from helpers.checksums import assert_serves
 from helpers.gateway import AsPushBegins
-from helpers.services import get, post, running_api
+from helpers.services import running_api
 from helpers.sglang import call, greedy, make_tiny_model, running_sglang, version_of
-from helpers.trainer import close, compose_config, model_vocab, random_group, started
-from helpers.waiting import until
+from helpers.trainer import fit_on, model_vocab, random_group, running, trainer_config
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient
 
@@ -57,18 +56,8 @@ def two_nodes():
 @pytest.fixture(scope="module")
 def trainer(two_nodes, model_path, urls, tmp_path_factory):
     limits = ["trainer.atropos.weight_sync.timeout=8", "trainer.atropos.weight_sync.verify=probe"]
-    trainer = started(config_of(model_path, urls, tmp_path_factory.mktemp("run"), *limits))
-    yield trainer
-    close(trainer)
-
-
-def config_of(model_path, urls, run_dir, *overrides):
-    return compose_config(
-        f"actor_rollout_ref.model.path={model_path}",
-        f"inference.urls=[{','.join(urls)}]",
-        f"run.dir={run_dir}",
-        *overrides,
-    )
+    with running(trainer_config(model_path, tmp_path_factory.mktemp("run"), urls, *limits)) as trainer:
+        yield trainer
 
 
 def send(service, what):
@@ -154,44 +143,15 @@ def generate_until(stop, url, max_new_tokens):
     return endings
 
 
-def test_push_gives_a_returning_server_the_current_weights(trainer, urls, other_model):
-    """As one that was restarted: it serves the model of its command line, under a version of its own."""
-    first, second = urls
-    trainer.checkpoint_manager.update_weights(1)
-    current = greedy(first)
-    nothing = {"weight_sync/servers_removed": 0}
-    assert trainer.checkpoint_manager.ensure_current(1) == nothing, "nothing is pushed where nothing is wrong"
-
-    call(second, lambda client: client.update_weights_from_disk(other_model, "default"))
-    assert version_of(second) == "default" and greedy(second) != current
-    trainer.metrics, trainer.global_steps = {}, 2
-    trainer._poll_servers()  # as while it waits for the batch of step 2
-    metrics = trainer.metrics
-    assert metrics["weight_sync/servers_readmitted"] == 1 and metrics["weight_sync/version"] == 1
-    assert version_of(first) == version_of(second) == "1" and greedy(second) == greedy(first) == current
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("trainer")  # which takes room on the first node: else Ray would put both ranks there
 def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path, urls, tmp_path):
     """A sharded model over Ray nodes, a process group with both servers, and a whole run of two steps."""
     first, second = urls
     with running_api(tmp_path) as api:
-        config = config_of(
-            model_path,
-            urls,
-            tmp_path / "run",
-            "trainer.nnodes=2",
-            "trainer.n_gpus_per_node=1",
-            "trainer.atropos.weight_sync.transport=distributed",
-            "data.train_batch_size=2",
-            "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.actor.optim.lr=1e-2",
-            "trainer.total_training_steps=2",
-            f"trainer.atropos.api_url={api.url}",
-        )
-        trainer = started(config)
-        try:
+        options = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+        values = {"groups": 2, "size": 4, "lr": 1e-2, "steps": 2, "transport": "distributed", "api": api.url}
+        with running(trainer_config(model_path, tmp_path / "run", urls, *options, **values)) as trainer:
             node_of = lambda _: ray.get_runtime_context().get_node_id()  # noqa: E731 (a function would go by its module)
             nodes = ray.get([worker.__ray_call__.remote(node_of) for worker in trainer.actor.workers])
             assert len(nodes) == len(set(nodes)) == 2
@@ -199,17 +159,7 @@ def test_ranks_on_two_nodes_train_and_push_to_two_servers(two_nodes, model_path,
             for url in urls:
                 assert_serves(url, model_path)
             before = greedy(first)
-            poster = threading.Thread(target=post_when_registered, args=(api.url, model_vocab(model_path)), daemon=True)
-            poster.start()
-            trainer.fit()
+            rng = np.random.default_rng(0)
+            fit_on(trainer, [random_group(rng, model_vocab(model_path)) for _ in range(4)])
             assert trainer.checkpoint_manager.version == 2 and version_of(first) == version_of(second) == "2"
             assert greedy(first) == greedy(second) != before
-        finally:
-            close(trainer)
-
-
-def post_when_registered(url, vocab_size):
-    rng = np.random.default_rng(0)
-    until(lambda: get(f"{url}/info")["batch_size"] != -1)
-    for _ in range(4):
-        post(f"{url}/scored_data", random_group(rng, vocab_size))

@@ -1,14 +1,18 @@
-"""One update of verl's real FSDP workers, tensor by tensor: plain SGD with rate 1 moves the weights by the gradient.
+"""verl's real FSDP workers: every token's logprob, and one update, tensor by tensor, of plain SGD with rate 1, by which
+the weights move by the gradient.
 
 Each path through the algorithm is checked against coefficients that are written down here, one for each trained token:
 the gradient is the sum of ``coefficient * grad log p(token)`` over plain transformers, one unpadded sequence at a time.
 """
 
 import math
+import os
 import statistics
 
 import numpy as np
+import psutil
 import pytest
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 from verl.trainer.config import RolloutCorrectionConfig
@@ -17,6 +21,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from helpers.gradients import (
     Update,
     assert_gradient,
+    assert_logprobs,
     assert_per_token,
     group_advantages,
     rows_of,
@@ -25,6 +30,10 @@ from helpers.gradients import (
     weighted,
 )
 from helpers.loss import distilling
+from helpers.sglang import make_tiny_model
+from helpers.trainer import model_vocab, random_group
+from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.verl_ext.worker_group import RankTimeout
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("cluster")]
 
@@ -53,6 +62,35 @@ def plain(model_path):
 @pytest.fixture
 def groups(model_path):
     return some_groups(model_path)
+
+
+def test_a_rank_that_hangs_is_named_after_the_limit_and_goes_on(trainer, monkeypatch):
+    pids = ray.get([worker.__ray_call__.remote(lambda _: os.getpid()) for worker in trainer.actor.workers])
+    monkeypatch.setattr(trainer.actor, "limit", 2.0)
+    last = psutil.Process(pids[-1])
+    last.suspend()
+    try:
+        told = rf"empty_cache: no answer of rank {len(pids) - 1} of {len(pids)} within 2 s"
+        with pytest.raises(RankTimeout, match=told):
+            trainer.actor.empty_cache()
+    finally:
+        last.resume()
+    monkeypatch.setattr(trainer.actor, "limit", 60.0)
+    trainer.actor.empty_cache()
+
+
+@pytest.mark.parametrize("turns", [1, 3], ids=["single_turn", "multi_turn"])
+def test_worker_logprobs_are_those_of_transformers(trainer, plain, model_path, turns):
+    """Every trained token is compared."""
+    rng, vocab = np.random.default_rng(turns), model_vocab(model_path)
+    groups = [random_group(rng, vocab, turns=turns, size=3, prompt=20) for _ in range(3)]
+    trainer.actor.load_checkpoint(trainer.start)
+    plain.load_state_dict(trainer.first)
+    rows = rows_of(plain, groups)
+    assert len({row.first for row in rows}) > 3, "left padding of several widths"
+    batch, _ = groups_to_data_proto(groups, trainer.limits, multiple_of=16)
+    batch.meta_info["temperature"] = 1.0
+    assert_logprobs(rows, trainer.actor.log_probs(batch)[0]["old_log_probs"])
 
 
 @pytest.mark.parametrize(
@@ -243,8 +281,7 @@ def test_rejecting_every_token_moves_nothing_and_is_counted(trainer, plain, grou
 def referenced(trainer, plain, groups):
     """Groups with logprobs of a reference policy that is near the policy that an update starts from."""
     rng = np.random.default_rng(2)
-    trainer.actor.load_checkpoint(trainer.start)  # the update before this one has moved it
-    plain.load_state_dict(Update._weights(trainer))
+    plain.load_state_dict(trainer.first)  # the update before this one has moved it
     for group in groups:
         group["ref_logprobs"] = [rng.normal(size=len(tokens)).tolist() for tokens in group["tokens"]]
     for row in rows_of(plain, groups):
@@ -309,3 +346,16 @@ def test_distillation_moves_the_policy_to_the_teachers_top_k(trainer, plain, gro
     assert_gradient(update, total)
     assert update.metrics["actor/distillation_loss"] > 0
     assert ("actor/pg_loss" in update.metrics) == use_policy_loss
+
+
+@pytest.mark.slow
+def test_update_with_fused_kernels_is_the_plain_one(tmp_path):
+    """verl's, which compute logprobs without a micro-batch's logits; with a tied head, without which they fail."""
+    model_path = make_tiny_model(tmp_path / "model", seed=0, tie_word_embeddings=True)
+    plain = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+    groups = some_groups(model_path)
+    with sgd_trainer(model_path, tmp_path, "actor_rollout_ref.model.use_fused_kernels=true") as trainer:
+        update = Update(trainer, plain, groups, UNWEIGHTED)
+    del update.gradient["lm_head.weight"]  # the embedding's
+    rows = assert_per_token(update, lambda row, advantage: dict.fromkeys(row.positions, -advantage))
+    assert_logprobs(rows, update.batch.batch["old_log_probs"], 1e-5)

@@ -8,7 +8,10 @@ import pytest
 
 from helpers import ROOT
 from helpers.adapter_cli import run_adapter
+from helpers.sampled import assert_as_sampled
 from recipe.atropos.commands.verify_env import verify
+from recipe.atropos.data.rows import trained_spans
+from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig
 from recipe.atropos.utils import debug
 
 GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
@@ -104,6 +107,29 @@ def test_an_environment_that_hangs_is_shown_where_it_waits(shown):
 
 
 def test_first_environments_flags_are_checked_as_its_page_says(tmp_path):
-    for flag, wanted in (("--env.answer_tokens=32", 0), ("--env.answer_token=32", 2)):
-        status, output = run_adapter(tmp_path, "serve", "--check", "--env", str(EXAMPLE), flag)
-        assert status == wanted and ("the class is found and its flags are right" in output) == (wanted == 0), output
+    """One that chooses its own items has no difficulty pools."""
+    chosen = "recipe.atropos.environments.even_tokens"
+    for env, flag in ((EXAMPLE, "answer_tokens=32"), (EXAMPLE, "answer_token=32"), (chosen, "difficulty_pools=0.5")):
+        status, output = run_adapter(tmp_path, "serve", "--check", "--env", str(env), f"--env.{flag}")
+        right = flag == "answer_tokens=32"
+        assert status == (0 if right else 2), output
+        assert ("the class is found and its flags are right" if right else "unknown flag --env.") in output, output
+
+
+async def test_single_turn_runs_without_the_adapter(model_path, server, tmp_path):
+    """Without the adapter a group is rolled out and evaluated: the server's tokens, with the model's logprobs."""
+    sizes = {"train_size": 8, "eval_size": 3, "max_token_length": 250, "max_answer_tokens": 9, "group_size": 3}
+    names = {"dataset_name": "synthetic", "tokenizer_name": str(model_path), "data_dir_to_save_evals": str(tmp_path)}
+    _, [handle] = GSM8kEnv.config_init()
+    handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
+    env = GSM8kEnv(GSM8kEnvConfig(**names, **sizes, use_wandb=False), [handle], slurm=False)
+    await env.setup()
+    group, backlog = await env.collect_trajectories(await env.get_next_item())
+    await env.evaluate()
+    assert backlog == [] and group["scores"] == [-1.0] * 3, "the model writes nonsense"
+    assert_as_sampled(group, model_path)
+    for tokens, masks in zip(group["tokens"], group["masks"], strict=True):
+        [(start, end)] = trained_spans(masks)
+        assert end == len(tokens) and 1 <= end - start <= 9
+    assert env.eval_metrics == [("eval/percent_correct", 0.0), ("eval/total", 3)]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3

@@ -29,6 +29,7 @@ def sgd_trainer(model_path, folder, *overrides):
         trainer.defaults = config.algorithm.copy()
         trainer.start = str(folder / "start")
         trainer.actor.save_checkpoint(trainer.start)
+        trainer.first = Update.weights(trainer)
         yield trainer
 
 
@@ -61,8 +62,7 @@ class Update:
         trainer.actor.set_loss_fn(loss)
 
         trainer.actor.load_checkpoint(trainer.start)  # updates as large as these add up to nan
-        before = self._weights(trainer)
-        plain.load_state_dict(before)
+        plain.load_state_dict(trainer.first)
         if mini_batch_size:
             trainer.metrics, trainer.mini_batch_size = {}, mini_batch_size
             batch, report = trainer._batch_of(groups)
@@ -81,15 +81,15 @@ class Update:
         trainer._update_actor(batch, meanwhile=trainer._describe)
         self.batch = batch
         self.metrics = trainer.metrics
-        after = self._weights(trainer)
-        self.gradient = {name: before[name] - after[name] for name in before}
+        after = self.weights(trainer)
+        self.gradient = {name: weight - after[name] for name, weight in trainer.first.items()}
 
     def rows(self):
         """Of the groups, under the plain model as it is now."""
         return rows_of(self.plain, self.groups)
 
     @staticmethod
-    def _weights(trainer):
+    def weights(trainer):
         ray.get(trainer.actor.update_weights(1, []))
         return pushed_weights(trainer.config.run.dir, 1)
 
@@ -156,3 +156,10 @@ def assert_per_token(update, coefficient):
     n = sum(map(len, found))
     assert_gradient(update, weighted(rows, [{t: value / n for t, value in each.items()} for each in found]))
     return rows
+
+
+def assert_logprobs(rows, found, tolerance=1e-4):
+    """``found``, (B, R), has the rows' logprobs under the plain model; padding rows may follow them."""
+    for row, values in zip(rows, found, strict=False):
+        own = values[[t - row.first for t in row.positions]].tolist()
+        assert own == pytest.approx([*row.values.values()], abs=tolerance)

@@ -142,3 +142,29 @@ def launched(folder: Path, model: Path, *options: str) -> Iterator[Service]:
         yield launcher
     finally:
         launcher.stop(grace=0)
+
+
+def trained(folder: Path, *options: str, timeout: float = 900, **variables: str) -> str:
+    """Run a launcher in ``folder`` to the end of its training; return what it printed, without its line breaks."""
+    command = [sys.executable, "-m", "recipe.atropos.launch_services", *options]
+    launcher = start_service("launcher", command, log_path=folder / "launcher.log", cwd=folder, env=variables)
+    try:
+        assert launcher.process.wait(timeout) == 0, launcher.tail(60)
+        assert "left running" not in launcher.tail(), "it ends what it started"
+        return " ".join(launcher.log_path.read_text().split())
+    finally:
+        launcher.stop(grace=0)
+
+
+@contextlib.contextmanager
+def environment_process(folder: Path, *command: str, flags: dict[str, object], **variables: str) -> Iterator[Service]:
+    """An environment that serves, by a command and flags; whatever fails meanwhile shows the end of its log."""
+    words = [*command, "serve", *(f"--{key}={value}" for key, value in flags.items())]
+    given = {"log_path": folder / "environment.log", "cwd": folder, "env": {"PYTHONUNBUFFERED": "1", **variables}}
+    service = start_service("environment", [sys.executable, *words], **given)
+    try:
+        yield service
+    except Exception as error:
+        raise AssertionError(service.tail(60)) from error
+    finally:
+        service.stop()

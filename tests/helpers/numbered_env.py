@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 
 from helpers.scripted_trainer import ScriptedTrainer
@@ -83,9 +84,25 @@ def api(tmp_path_factory):
         yield service.url
 
 
+class _Impatient:
+    """asyncio for ``BaseEnv``, but that it begins at once, not after five seconds in which others may start."""
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(0 if seconds == 5 else seconds)
+
+
+def begin_at_once(monkeypatch):
+    """Let environments of this process begin without that pause."""
+    monkeypatch.setattr(base, "asyncio", _Impatient())
+
+
 @pytest.fixture
 async def make(model_path, monkeypatch):
     monkeypatch.setattr(AdaptedEnv, "_restore", lambda self, group: None)
+    begin_at_once(monkeypatch)
     made_here = []
 
     def made_env(url, environment=NumberEnv, **fields):

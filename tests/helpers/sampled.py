@@ -33,16 +33,8 @@ def make_drifting_model(path):
     vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *pairs]
     make_tiny_model(path, seed=0, vocab_size=len(vocabulary))
     ids = {token: i for i, token in enumerate(vocabulary)}
-    tokenizer = Tokenizer(BPE(vocab=ids, merges=[(a, b) for a, b in pairs]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIAL_TOKENS[END],
-        pad_token=SPECIAL_TOKENS[0],
-        additional_special_tokens=list(SPECIAL_TOKENS),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(path)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    _tokenizer(ids, [(a, b) for a, b in pairs], split).save_pretrained(path)
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][:, 0] = 100.0
     liked = [END, *(ids[token] for token in (*LETTERS, *pairs, "Ġ"))]
@@ -56,10 +48,15 @@ def merging_tokenizer():
     """One that splits text as Qwen's does, and merges newlines and pairs of letters: to tokens of lower ids."""
     merges = [*itertools.product(LETTERS, repeat=2), ("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("Ġ", "Ċ")]
     vocabulary = [*SPECIAL_TOKENS, *(a + b for a, b in merges), *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges))
     words = Regex(r"[^\r\n\p{L}]?\p{L}+| ?[^\s\p{L}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), by_byte])
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(words, "isolated"), by_byte])
+    return _tokenizer({token: i for i, token in enumerate(vocabulary)}, merges, split)
+
+
+def _tokenizer(ids, merges, split):
+    tokenizer = Tokenizer(BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

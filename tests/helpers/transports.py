@@ -1,6 +1,7 @@
 """The engine of rank 0 alone, which pushes by any transport."""
 
 import asyncio
+import functools
 from pathlib import Path
 
 import torch
@@ -40,7 +41,12 @@ def send(engine, model, version):
 
 def weights_of(model):
     """As a rank streams them; a tied output layer comes too, as from verl's engines."""
-    yield from AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict().items()
+    yield from _state_of(model).items()
+
+
+@functools.cache
+def _state_of(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
 
 
 class Allocations(list):

@@ -58,7 +58,7 @@ TESTS = {
     "algorithm/losses.py": ["test_losses.py", "test_distillation.py"],
     "algorithm/mini_batches.py": ["test_mini_batches.py"],
     "algorithm/off_policy.py": ["test_advantages.py", "test_sampling.py"],
-    "data/sampling.py": ["test_sampling.py"],
+    "data/sampling.py": ["test_sampling.py", "test_parsing.py"],
     "algorithm/metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
     "adapter/restore.py": [*_SAMPLED, "test_sampling.py"],
     "adapter/completion_cache.py": _SAMPLED,

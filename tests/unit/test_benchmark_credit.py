@@ -61,12 +61,10 @@ def test_a_ratio_is_a_bound_where_one_side_alone_misses(needed, reference, value
     ],
 )
 def test_a_target_is_met_by_what_a_bound_allows(value, kind, low, high, within):
-    """It is met only if each value that a bound allows meets it."""
     assert credit.Ratio(value, kind).within(low, high) == within
 
 
 def test_the_runs_of_the_file_are_of_these_settings(capsys):
-    """The page's figures are those of the command's table."""
     results = credit.read_results(RESULTS)
     ratios = credit.table(results, ["keys 4", "keys 8"])
     assert credit.met(ratios, "keys 4") and credit.met(ratios, "keys 8")

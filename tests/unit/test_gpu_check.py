@@ -54,7 +54,6 @@ def test_memory_that_is_given_back_is_seen():
 
 
 def test_gpu_check_case_that_needs_more_gpus_is_no_failure(script, tmp_path):
-    """It is reported as impossible."""
     arguments = script.parse(["--size=tiny"])
     for name in ("distributed", "two_ranks", "tensor_parallel"):
         assert script.tried(name, arguments, 1, tmp_path) == {"impossible": "needs 2 GPUs"}

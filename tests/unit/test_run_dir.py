@@ -103,16 +103,13 @@ def test_run_dir_lock_variable_of_another_folder_is_not_believed(tmp_path, monke
             pass
 
 
-def test_run_dir_lock_names_a_folder_that_cannot_be_made(tmp_path):
+def test_run_dir_lock_names_a_folder_that_cannot_be_locked(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     told = f"run.dir={tmp_path}/file/run: Not a directory; give a folder"
     with pytest.raises(ConfigurationError, match=told), RunDir(tmp_path / "file/run").lock():
         pass
 
-
-def test_run_dir_on_a_disk_without_locks_is_refused(tmp_path, monkeypatch):
-    """As Lustre is by default."""
-
+    # As Lustre is by default.
     def flock(descriptor, operation):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 

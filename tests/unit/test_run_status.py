@@ -64,9 +64,7 @@ def test_state_of_a_run_whose_launcher_lives(tmp_path):
     assert (status.state, status.step, status.total, status.max_staleness) == ("running", 1, 20, 2)
     write_lines(files.metrics, [metrics_line(20, time=time.time() + 1)])
     assert read(files).state == "ending", "it evaluates and exports"
-
-
-def test_state_of_a_resumed_run_before_its_next_step(tmp_path):
+    # A resumed one has lines of an earlier start.
     assert read(make_run(tmp_path / "run")).state == "starting", "its lines are of an earlier start"
 
 
@@ -77,10 +75,7 @@ def test_state_of_a_run_that_ended(tmp_path, ended):
     assert read(files).state == "finished"
     files.config.write_text(files.config.read_text().replace("20", "30"))
     assert read(files).state == "stopped", "more steps are to be trained"
-
-
-def test_state_of_a_run_without_a_launcher_that_ended(tmp_path, ended):
-    """As ``replay`` leaves one: it has no services, and no evaluation after its last step."""
+    # As ``replay`` leaves one: it has no services, and no evaluation after its last step.
     for steps, state in ((19, "stopped"), (20, "finished")):
         files = make_run(tmp_path / state, steps=steps, pid=ended)
         files.services.unlink()
@@ -199,6 +194,13 @@ def test_status_follows_a_run_back_to_a_checkpoint(tmp_path):
     status = reader.read()
     assert status.series["step"] == [1, 2, 3, 4] and set(status.series["score"]) == {-1.0}
     assert status.seconds_per_step == 2.0
+    # It takes the raw score, and a pace without pauses.
+    files = make_run(tmp_path / "run")
+    lines = [metrics_line(step, 5.0, **{"atropos/mean_raw_score": 0.25}) for step in range(1, 10)]
+    lines[-1]["time"] += 1000  # a restart
+    write_lines(files.metrics, lines)
+    status = read(files)
+    assert status.series["score"] == [0.25] * 9 and status.seconds_per_step == 2.0
 
 
 @pytest.mark.parametrize(("seconds_ago", "left"), [(5.0, 16 * 2.0), (60.0, None)])
@@ -206,15 +208,6 @@ def test_status_promises_no_end_while_nothing_arrives(tmp_path, seconds_ago, lef
     files, last = make_run(tmp_path / "run"), time.time() - seconds_ago
     write_lines(files.metrics, [metrics_line(step, time=last + 2.0 * (step - 4)) for step in range(1, 5)])
     assert read(files).seconds_left == left
-
-
-def test_status_takes_the_raw_score_and_a_pace_without_pauses(tmp_path):
-    files = make_run(tmp_path / "run")
-    lines = [metrics_line(step, 5.0, **{"atropos/mean_raw_score": 0.25}) for step in range(1, 10)]
-    lines[-1]["time"] += 1000  # a restart
-    write_lines(files.metrics, lines)
-    status = read(files)
-    assert status.series["score"] == [0.25] * 9 and status.seconds_per_step == 2.0
 
 
 def test_status_shows_the_alarms_that_are_raised_newest_first(tmp_path):
@@ -226,10 +219,8 @@ def test_status_shows_the_alarms_that_are_raised_newest_first(tmp_path):
         {"alarm": "too_long", "environment": "a", "state": "cleared"},
     ]
     write_lines(files.alarms, lines)
-    assert [(each["alarm"], each["environment"]) for each in read(files).alarms] == [
-        ("too_long", "b"),
-        ("queue_full", None),
-    ]
+    shown = [(each["alarm"], each["environment"]) for each in read(files).alarms]
+    assert shown == [("too_long", "b"), ("queue_full", None)]
 
 
 def test_status_measures_the_memory_of_all_descendants():

@@ -275,13 +275,14 @@ class PostingEnv(BaseEnv):
             begun = time.monotonic()
             while time.monotonic() - begun < self.report.pause:  # which the first group ends
                 await asyncio.sleep(min(1.0, self.report.pause))
-            item = self.backlog.pop() if self.backlog else await self.get_next_item()
-            if item is None:
-                return
+            if not self.backlog:
+                if (item := await self.get_next_item()) is None:
+                    return
+                self.backlog.append(item)  # while it waits, for checkpoints
             ticket = await self.__ticket(api)
             if ticket is None:
-                self.backlog.insert(0, item)  # what was interrupted comes before it
                 return
+            item = self.backlog.pop()
             item_uuid, place = str(uuid.uuid4()), Place(self.env_id, ticket)
             token = PLACE.set(place)  # of the context that the task copies
             worker = asyncio.create_task(self.handle_env(item_uuid))

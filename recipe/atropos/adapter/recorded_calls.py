@@ -17,6 +17,7 @@ training samples use the trainer's.
 
 import asyncio
 import contextlib
+import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
@@ -39,6 +40,7 @@ from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
+from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 ATTEMPTS = 5
 
@@ -219,7 +221,8 @@ def sglang_servers(manager: Any) -> list[SGLangServer]:
 def client_of(server: APIServerConfig, timeout: float | None = None) -> SGLangClient:
     """Return a client of the server; ``timeout`` of a call in s, None for the server's."""
     url = server.base_url.removesuffix("/").removesuffix("/v1")
-    return SGLangClient(url, server.api_key or None, timeout or server.timeout)
+    own = server.api_key == os.environ.get(API_KEY_VARIABLE)
+    return SGLangClient(url, server.api_key or None, timeout or server.timeout, own=own)
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -125,7 +125,7 @@ async def taught_logprobs(
         raise CreditError(f"environment.credit.teacher={teacher}: {error!r}") from error
     if not (teacher.base_url or policy):
         raise CreditError("environment.credit.teacher: the policy has no server of type sglang; give base_url")
-    client = SGLangClient(teacher.base_url, key) if teacher.base_url else client_of(policy[0].config)
+    client = SGLangClient(teacher.base_url, key, own=False) if teacher.base_url else client_of(policy[0].config)
 
     async def judged(tokens: list[int], masks: list[int]) -> list[float]:
         first = next((start for start, _ in trained_spans(masks)), len(tokens))

@@ -53,7 +53,8 @@ def measure(files: RunDir, step: int, limit: int, model: str | None) -> None:
     from recipe.atropos.config.compose import load_recorded, with_values
     from recipe.atropos.report.token_view import origin_of_advantages, rows_of_step
 
-    config = with_values(load_recorded(files.config), {"run.dir": str(files.path)})
+    own = {"run.dir": str(files.path), "actor_rollout_ref.model.trust_remote_code": False}
+    config = with_values(load_recorded(files.config), own)
     outcome = {"algorithm.adv_estimator": "grpo_atropos", "trainer.atropos.use_advantages": False}
     outcome |= {"trainer.atropos.fallback_to_grpo": True}
     given, outcomes = rows_of_step(config, step), rows_of_step(with_values(config, outcome), step)

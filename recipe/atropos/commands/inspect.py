@@ -6,6 +6,7 @@ default). ``--sessions`` lists the newest sessions of a run's agents, ``--sessio
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,9 +15,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
-from recipe.atropos.utils.files import printable
+from recipe.atropos.utils.files import printable, read_json
 
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 _SESSIONS = 20  # that are listed
@@ -48,20 +50,29 @@ def token_table(
     return grid
 
 
-def show(files: RunDir, step: int, group: int, sequence: int, table: bool, console: Console) -> None:
-    """Print one trajectory of a step."""
+def show(
+    files: RunDir, step: int, group: int, sequence: int, table: bool, console: Console, trust_remote_code: bool = False
+) -> None:
+    """Print one trajectory of a step; the model's custom code may run if ``trust_remote_code``, whatever the run's
+    configuration says.
+    """
     # imported here: torch and transformers take seconds
-    from transformers import AutoTokenizer
+    from transformers import CONFIG_NAME, AutoTokenizer
 
     from recipe.atropos.config.compose import load_recorded
     from recipe.atropos.data.rows import environment_name
     from recipe.atropos.report.token_view import find_row, origin_of_advantages, rows_of_step, tokens_of_row
 
     config = load_recorded(files.config)
-    config.run.dir = str(files.path)
+    config.run.dir, model = str(files.path), config.actor_rollout_ref.model
+    model.trust_remote_code = trust_remote_code
+    if not trust_remote_code and "auto_map" in read_json(Path(model.path) / CONFIG_NAME, {}):
+        raise ConfigurationError(
+            f"{model.path} is a model with code of its own, which would be run; give --trust-remote-code if you trust "
+            "it"
+        )
     rows = rows_of_step(config, step)
     row = find_row(rows, group, sequence)
-    model = config.actor_rollout_ref.model
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     tokens = list(tokens_of_row(rows, row, tokenizer))
     trained = [token for token in tokens if token["trained"]]
@@ -132,6 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sessions", action="store_true", help=f"list the newest {_SESSIONS} sessions of agents instead"
     )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
     parser.add_argument("--session", metavar="ID", help="or print one of them, turn by turn")
 
 
@@ -143,5 +155,5 @@ def main(given: argparse.Namespace) -> int:
     elif given.session is not None:
         show_session(files, given.session, console)
     else:
-        show(files, given.step, given.group, given.sequence, given.table, console)
+        show(files, given.step, given.group, given.sequence, given.table, console, given.trust_remote_code)
     return 0

@@ -18,7 +18,7 @@ def teacher_top_k(
     """Return (ids, logprobs) of the teacher's top-k by position, both (length, K); only trained positions are filled.
 
     ``given`` are the values of ``TOP_K_FIELDS`` over sequences: ``distill_token_ids[row][t]`` holds the candidates for
-    token t given the tokens before it. Untrained positions may be empty, as the first position always is.
+    token t given the tokens before it. What stands at untrained positions does not count.
 
     Raises:
         RefusedGroup: the top-k is ragged, outside the vocabulary or not a distribution, with sequence and position.
@@ -36,7 +36,7 @@ def teacher_top_k(
         sizes.append(np.array([len(at or ()) for at in values]))
     ids_at, log_probs_at = sizes
     top_k = ids_at[positions[0]]
-    bad = np.flatnonzero((ids_at != log_probs_at) | ((ids_at != top_k) & (trained | (ids_at > 0))))
+    bad = np.flatnonzero(trained & ((ids_at != log_probs_at) | (ids_at != top_k)))
     if bad.size or top_k == 0:
         at = bad[0] if bad.size else positions[0]
         raise RefusedGroup(

@@ -1,7 +1,8 @@
 r"""Word problems with a calculator: ``python -m recipe.atropos.environments.calculator serve|evaluate [flags]``.
 
 The policy writes ``<call>412 + 97</call>`` and ends its turn; the tool's reply is the next turn of the chat template.
-A turn without a call is the last; its boxed answer scores +1 or -1. Guarantees, in addition to those of ``gsm8k``:
+A turn without a call is the last; its boxed answer scores +1 or -1, however long the conversation. Guarantees, in
+addition to those of ``gsm8k``:
 
 - Each sequence of a group is a separate conversation, of at most ``max_turns`` policy turns and never longer than
   BaseEnv and the trainer accept.
@@ -74,6 +75,7 @@ class CalculatorEnv(GSM8kEnv):
     name = "calculator"
     env_config_cls = CalculatorEnvConfig
     resettable = True  # ``reply`` depends on the messages alone
+    penalizes_length = False  # scores are in the units of ``turn_values``
 
     async def setup(self) -> None:
         """Load both splits, and check the chat template.

@@ -52,6 +52,7 @@ class GSM8kEnv(SingleTurnEnv):
 
     name = "gsm8k"
     env_config_cls = GSM8kEnvConfig
+    penalizes_length = True  # where all answers of a group are right
 
     @staticmethod
     def load(config: GSM8kEnvConfig) -> tuple[list[WordProblem], list[WordProblem]]:
@@ -69,7 +70,7 @@ class GSM8kEnv(SingleTurnEnv):
         gold = gold_answer(problem)
         correct = [is_correct(answer, gold) for answer in answers]
         self.percent_correct_buffer.extend(map(float, correct))
-        if all(correct):
+        if self.penalizes_length and all(correct):
             return [length_penalty(len(node.tokens), self.config.max_token_length) for node in nodes]
         return [1.0 if right else -1.0 for right in correct]
 

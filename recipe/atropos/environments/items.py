@@ -3,7 +3,7 @@
 Guarantees:
 
 - Every training item comes once per epoch, in a seeded order of that epoch; a resumed environment continues in it from
-  its last checkpoint, so that what was begun since comes again.
+  its last checkpoint: with the items that were in flight there, then with what was begun since, which comes again.
 - Of N replicas each has every N-th item, in the same order, and epochs, pools and a curriculum of its own.
 - With ``difficulty_pools`` an item whose last group had equal scores is left out of an epoch unless a seeded draw lets
   it come; with ``curriculum_threshold`` so is one of a level that has not begun. Both follow the environment's own
@@ -73,6 +73,7 @@ class ItemsEnv(BaseEnv):
         if not hasattr(self, "report"):
             self.report = EnvReport(type(self).__name__)
         self.position = 0  # of the next training problem, counted across epochs
+        self._asked_at: dict[str, int] = {}  # the position at which an item came last, by its digest
         self.pool: dict[str, float] = {}  # the score of each item whose last group had equal ones, by its digest
         self.stage, self.stage_scores = 0, list[float]()  # of the curriculum: number of the highest level; its groups'
         self.percent_correct_buffer: list[float] = []  # 1 if right, 0 if not; of environments that can tell
@@ -157,13 +158,19 @@ class ItemsEnv(BaseEnv):
     async def get_next_item(self) -> Item:
         """Return the next training problem, epoch after epoch, without end."""
         while True:
-            epoch, index = divmod(self.position, len(self._own))
-            if self._order[0] != epoch:
-                self._order = (epoch, [each for each in self.order(epoch) if each in self._own])
+            epoch, item = self._item_at(self.position)
             self.position += 1
-            item = self.train[self._order[1][index]]
             if self._comes(item, epoch):
                 return item
+
+    def _item_at(self, position: int) -> tuple[int, Item]:
+        """Return the epoch and the training problem at a position."""
+        epoch, index = divmod(position, len(self._own))
+        if self._order[0] != epoch:
+            self._order = (epoch, [each for each in self.order(epoch) if each in self._own])
+        item = self.train[self._order[1][index]]
+        self._asked_at[_digest(item)] = position
+        return epoch, item
 
     def _comes(self, item: Item, epoch: int) -> bool:
         """Return whether an item is asked in an epoch. One that its pool leaves out counts for the curriculum as it
@@ -194,7 +201,9 @@ class ItemsEnv(BaseEnv):
         if self.config.difficulty_pools is not None or self._levels:
             for group in filter(None, groups if isinstance(groups, list) else [groups]):
                 numbers = trajectory_numbers(group.get("group_overrides") or {}, len(group["scores"]))
-                self._follow(item, [*map(float, dict(zip(numbers, group["scores"], strict=True)).values())])
+                scores = [*map(float, dict(zip(numbers, group["scores"], strict=True)).values())]
+                if len(scores) >= min(2, self.config.group_size):  # the only one that is left says nothing
+                    self._follow(item, scores)
         return groups
 
     def _follow(self, item: Item, scores: Sequence[float]) -> None:
@@ -205,8 +214,13 @@ class ItemsEnv(BaseEnv):
         self._count_for_level(item, fmean(scores))
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Save what decides which items come, and ``data``; ``load_checkpoint`` sets them as attributes."""
+        """Save what decides which items come, and ``data``; ``load_checkpoint`` sets them as attributes.
+
+        ``unfinished`` are the positions of the training problems in the backlog and in flight.
+        """
         own = {name: getattr(self, name) for name in ("position", "pool", "stage", "stage_scores")}
+        begun = [*self.backlog, *(running["item"] for running in self.running_items.values())]
+        own["unfinished"] = [self._asked_at[key] for key in map(_digest, begun) if key in self._asked_at]
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         write_atomic(self._checkpoints / f"step-{step}.json", json.dumps({**own, **(data or {})}).encode())
 
@@ -217,7 +231,9 @@ class ItemsEnv(BaseEnv):
         if step is None:
             logger.warning("%s: none up to step %d, so items begin anew", self._checkpoints, self.curr_step)
             return
-        for name, value in json.loads((self._checkpoints / f"step-{step}.json").read_bytes()).items():
+        saved = json.loads((self._checkpoints / f"step-{step}.json").read_bytes())
+        self.backlog = [self._item_at(position)[1] for position in saved.pop("unfinished", ())]  # older ones have none
+        for name, value in saved.items():
             setattr(self, name, value)
 
     @property

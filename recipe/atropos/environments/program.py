@@ -22,6 +22,7 @@ Guarantees:
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import json
 import logging
@@ -276,10 +277,24 @@ class ProgramEnv(SessionsEnv):
 def parted(
     config: SessionsEnvConfig, train: Sequence[Item], test: Sequence[Item] | None
 ) -> tuple[Sequence[Item], Sequence[Item]]:
-    """Return the items to train on and to evaluate on, as many as the options say; ``test`` None: a fifth of them."""
+    """Return the items to train on and to evaluate on, as many as the options say.
+
+    ``test`` None: a fifth of the different items is held out, by a digest of each, so that equal ones stay together.
+
+    Raises:
+        ConfigurationError: all items are equal, so that none can be held out.
+    """
     if test is None:
-        kept = max(1, len(train) - max(1, int(len(train) * _HELD_OUT)))
-        train, test = train[:kept], train[kept:] or train
+        digests = [hashlib.blake2b(orjson.dumps(item, option=orjson.OPT_SORT_KEYS)).digest() for item in train]
+        different = sorted({*digests})
+        if len(different) == 1:
+            raise ConfigurationError(
+                f"the items are {len(train)} times {str(train[0])[:200]}: none can be held out; give others for "
+                "evaluation with --env.held_out"
+            )
+        held_out = {*different[: max(1, int(len(different) * _HELD_OUT))]}
+        test = [item for item, digest in zip(train, digests, strict=True) if digest in held_out]
+        train = [item for item, digest in zip(train, digests, strict=True) if digest not in held_out]
     return train[: config.train_size], test[: config.eval_size]
 
 

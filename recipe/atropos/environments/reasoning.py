@@ -4,10 +4,15 @@ Its hundred tasks generate their problems and score the answers; this environmen
 ``<answer>`` and ``</answer>`` and uses the task's own score, from 0 to 1. Tokens, masks and logprobs come from the
 managed server: they are what the policy sampled, and never re-encoded.
 
-The held-out problems are the same for every seed, and no training problem is among them.
+The held-out problems are the same for every seed, and no training problem is among them. Since some tasks' problems
+depend on Python's hashes, this holds for processes with ``PYTHONHASHSEED=0``, as the launcher starts them; without it
+there is a warning.
 """
 
-from collections.abc import Sequence
+import logging
+import random
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -15,6 +20,8 @@ from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
+
+logger = logging.getLogger(__name__)
 
 Problem = dict[str, Any]  # reasoning-gym's question, answer, metadata
 
@@ -52,6 +59,11 @@ class ReasoningEnv(SingleTurnEnv):
         Raises:
             ValueError: reasoning-gym has no such task, or the task rejects its settings; names them.
         """
+        if sys.flags.hash_randomization:
+            logger.warning(
+                "PYTHONHASHSEED is not 0: some tasks, such as isomorphic_strings, have other held-out problems in each "
+                "process; set PYTHONHASHSEED=0"
+            )
         train = dataset(config.task, config.task_config, config.train_size, config.seed)
         return train, held_out(config.task, config.task_config, config.eval_size)
 
@@ -110,7 +122,28 @@ class ReasoningEnv(SingleTurnEnv):
         }
 
 
-def dataset(task: str, settings: str, size: int, seed: int) -> Any:
+class Problems(Sequence[Problem]):
+    """A task's problems, each generated on access and the same each time, given Python's hash seed."""
+
+    def __init__(self, task: Any):
+        self._task, self.score_answer = task, task.score_answer
+
+    def __len__(self) -> int:
+        return len(self._task)
+
+    def __iter__(self) -> Iterator[Problem]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Problem:
+        state = random.getstate()
+        random.seed(self._task.seed + index)  # some tasks draw from the global generator
+        try:
+            return self._task[index]
+        finally:
+            random.setstate(state)
+
+
+def dataset(task: str, settings: str, size: int, seed: int) -> Problems:
     """Return ``size`` problems of a task; item i is a Problem. Another ``seed`` gives others.
 
     Raises:
@@ -123,7 +156,7 @@ def dataset(task: str, settings: str, size: int, seed: int) -> Any:
         raise ValueError(f"--env.task={task}: reasoning-gym has no such task; it has {', '.join(sorted(DATASETS))}")
     try:
         given = yaml.safe_load(settings) or {}
-        made = reasoning_gym.create_dataset(task, **given, size=size, seed=seed * _SEEDS_APART % _SEEDS)
+        made = Problems(reasoning_gym.create_dataset(task, **given, size=size, seed=seed * _SEEDS_APART % _SEEDS))
         made[0]  # some settings are checked only here
         return made
     except (yaml.YAMLError, TypeError, AssertionError, ValueError) as error:

@@ -3,9 +3,9 @@
 - Each call of the environment to its server (chat, completion, tokens and logprobs; also by the managed server) becomes
   one ``ActionRequest`` for each of its ``n`` choices, and waits until all are answered or its episode is closed. It is
   sent once: there are no retries.
-- An answer is treated as an inference server treats its model's output: it ends at the first stop string, and after
-  ``max_tokens`` tokens including the end-of-turn token; the finish reason says which. Its tokens are the tokenizer's,
-  and its logprobs are 1.0, which environments write for missing logprobs.
+- An answer is treated as an inference server treats its model's output: it ends at the stop string that ends first,
+  and after ``max_tokens`` tokens including the end-of-turn token; the finish reason says which. Its tokens are the
+  tokenizer's, and its logprobs are 1.0, which environments write for missing logprobs.
 - A call outside any episode is an error, and so is a call for prompt logprobs, which cannot be answered here.
 """
 
@@ -75,13 +75,13 @@ def as_served(text: str, tokenizer: Any, max_tokens: int | None = None, stop: Se
     """Return what an inference server would return for the model output ``text``."""
     if tokenizer.eos_token:
         text = text.removesuffix(tokenizer.eos_token)
-    begins = {text.find(word): word for word in stop if word in text}
     counted = text
-    if begins:
-        begin = min(begins)
-        text, counted = text[:begin], text[:begin] + begins[begin]
+    first = min((word for word in stop if word in text), key=lambda word: text.find(word) + len(word), default=None)
+    if first is not None:
+        text = text[: text.find(first)]
+        counted = text + first
     token_ids = tokenizer.encode(counted, add_special_tokens=False)
-    if not begins and tokenizer.eos_token_id is not None:
+    if first is None and tokenizer.eos_token_id is not None:
         token_ids.append(tokenizer.eos_token_id)
     if max_tokens is None or len(token_ids) <= max_tokens:
         return Answer(text, token_ids, "stop")

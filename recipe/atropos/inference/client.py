@@ -117,10 +117,10 @@ class JsonClient:
         api_key: the key that the server was started with, if any.
         timeout: seconds that one call may take in total. Updates of large models need minutes.
         own: the key is sent to no server of this machine that another user runs; see ``OwnServers``, and what it
-            raises.
+            raises. False: it is that server's own key.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0, own: bool = False):
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0, own: bool = True):
         self.url = url.rstrip("/")
         self.timeout = timeout
         self._headers = {"Content-Type": "application/json"}
@@ -187,7 +187,7 @@ class SGLangClient(JsonClient):
         api_key: str | None = None,
         timeout: float = 600.0,
         capabilities: Capabilities | None = None,
-        own: bool = False,
+        own: bool = True,
     ):
         super().__init__(url, api_key, timeout, own)
         self._capabilities = capabilities

@@ -43,7 +43,9 @@ from recipe.atropos.sessions.client import SESSIONS_VARIABLE
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines, write_atomic
+from recipe.atropos.utils.hosts import reachable, without_proxy
 from recipe.atropos.utils.machine import run_program
+from recipe.atropos.utils.private_process import is_loopback
 from recipe.atropos.utils.process import Service, ServiceFailed, run_command, stop_all, unstopped
 from recipe.atropos.utils.scratch import current
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, secret_variables, split_secret_flags
@@ -204,14 +206,16 @@ def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str
 
 
 def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables with the environments' key, the address of the session server, if there is one, and
-    the flags that are secret, for the adapter.
+    """Return environment variables with the environments' key, the address of the session server, if there is one, the
+    flags that are secret, for the adapter, and the same hash seed for all, on which generated problems may depend.
 
     An interpreter of its own also gets a folder with the recipe alone on PYTHONPATH, before the launcher's.
     """
     key = run.environments_key
     flags = split_secret_flags({"openai.api_key": key, **_own_flags(spec)})[1]
-    variables = {API_KEY_VARIABLE: key} | secret_variables(options(flags))
+    variables = {API_KEY_VARIABLE: key, "PYTHONHASHSEED": "0"} | secret_variables(options(flags))
+    if not is_loopback(run.config.inference.host):  # else its clients ask the machine's proxy, with the key
+        variables |= without_proxy(os.environ, reachable(run.config.inference.host))
     if run.sessions_url is not None:
         variables[SESSIONS_VARIABLE] = run.sessions_url
     if spec.python is not None:

@@ -37,6 +37,8 @@ from recipe.atropos.trajectory_api.client import TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, FolderRemoved, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog.history import PREFIX
 
+_END_SECONDS = 6 * 3600.0  # after the last step, beyond those of a step: for its checkpoint and the export
+
 
 async def launch(run: Run) -> None:
     """Run all services until the last step.
@@ -141,8 +143,8 @@ async def watch(
             last_step = trained = time.monotonic()
             await evaluations.stop()  # its weights are about to be replaced; it is due again later
         await evaluations.poll()
-        now = time.monotonic()
-        if not ended and (now - last_step > limit or now - trained > longest):
+        now, more = time.monotonic(), 0.0 if seen < total else _END_SECONDS
+        if not ended and (now - last_step > limit + more or now - trained > longest + more):
             waited = f"{now - trained:.0f} s; trainer.atropos.step_timeout={limit:g} s"
             raise trainer.failure(f"no step after step {seen} for {waited}")
         if ended:

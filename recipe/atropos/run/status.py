@@ -33,6 +33,7 @@ from recipe.atropos.utils.files import LineReader, read_json, read_lines, read_y
 from recipe.atropos.utils.machine import nvidia_smi
 from recipe.atropos.utils.process import process_lives
 from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
+from recipe.atropos.utils.sockets import OtherUsersServer, check_server
 
 RUNS = Path("runs")  # where runs are by default: ``run.dir`` in trainer.yaml
 
@@ -296,7 +297,20 @@ def _api_key(pids: Iterable[int]) -> str | None:
     return next(map(environments_key, filter(None, found)), None)
 
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+class _Connection(http.client.HTTPConnection):
+    """Sends no key to a server of this machine that another user runs."""
+
+    def connect(self) -> None:
+        super().connect()
+        check_server(self.sock.getpeername(), self.sock.getsockname())
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Handler)
 
 
 def _fetch(base: str | None, path: str, key: str | None) -> dict[str, Any] | None:
@@ -308,7 +322,7 @@ def _fetch(base: str | None, path: str, key: str | None) -> dict[str, Any] | Non
         request = urllib.request.Request(base.rstrip("/") + path, headers=headers)
         with _DIRECT.open(request, timeout=_ENDPOINT_SECONDS) as reply:
             return orjson.loads(reply.read())
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException, OtherUsersServer):
         return None
 
 

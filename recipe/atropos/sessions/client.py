@@ -53,7 +53,7 @@ class SessionClient(JsonClient):
     """
 
     def __init__(self, url: str, key: str | None):
-        super().__init__(url, key, _CALL_SECONDS, own=True)
+        super().__init__(url, key, _CALL_SECONDS)
 
     async def open(self, **fields: Any) -> Opened:
         """Open a session; ``fields``: see ``SessionRequest``. If the answer is lost, one stays unused."""

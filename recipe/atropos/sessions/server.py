@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> None:
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
-    client = SGLangClient(options.gateway, key, options.timeout, own=True)
+    client = SGLangClient(options.gateway, key, options.timeout)
     api = TrajectoryApiClient(options.api, key)
     server = SessionServer(
         SessionStore(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)

@@ -24,6 +24,7 @@ from tenacity.stop import stop_base
 from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api import wire
+from recipe.atropos.utils.sockets import OwnServers
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class TrajectoryApiClient:
     async def __aenter__(self) -> "TrajectoryApiClient":
         # No compression: it costs more time than it saves on the loopback or a cluster's network.
         headers = {"Accept-Encoding": "identity", **self._headers}
-        self._session = aiohttp.ClientSession(headers=headers, read_bufsize=_READ_BUFFER)
+        connector = OwnServers() if self._headers else None
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_READ_BUFFER)
         return self
 
     async def __aexit__(self, *_: object) -> None:

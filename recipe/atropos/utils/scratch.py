@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.files import cache_root
 from recipe.atropos.utils.private_process import SCRATCH
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -71,8 +72,12 @@ class Scratch:
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of the run's processes. torch's compile cache is kept for later runs."""
-        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{_base()}/torchinductor_{os.getuid()}")
+        """Return the environment of the run's processes. torch's compile cache is kept for later runs, where no other
+        user can write: torch runs what it holds.
+        """
+        compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        if not compiled or compiled.startswith(f"{tempfile.gettempdir()}/torchinductor_"):  # as torch itself sets it
+            compiled = str(cache_root() / "torchinductor")
         return {"TMPDIR": str(self.folder), SCRATCH: str(self.folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def shared_memory(self) -> Path:
@@ -170,6 +175,6 @@ def _lock(path: Path) -> int | None:
 def _base() -> Path:
     """Return the system's temporary folder; in a process of a run, the folder that contains the run's folder."""
     base = Path(tempfile.gettempdir())
-    if (base / _MARK).is_file():
+    if _FOLDER.fullmatch(base.name) and (base / _MARK).is_file():
         base = base.parent
     return base if len(str(base)) <= _LONGEST_BASE else Path("/tmp")

@@ -10,8 +10,9 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -106,18 +107,30 @@ class OwnServers(aiohttp.TCPConnector):
         """Connect as ``TCPConnector`` does. Raises OtherUsersServer."""
         connection = await super().connect(*args, **kwargs)
         try:
-            (host, port, *_), (own, *_) = map(connection.transport.get_extra_info, ("peername", "sockname"))
-        except (AttributeError, TypeError) as error:  # None: it was reset meanwhile
+            check_server(*map(connection.transport.get_extra_info, ("peername", "sockname")))
+        except OtherUsersServer:
             connection.close()
-            raise aiohttp.ClientConnectionError("the connection was reset as soon as it was made") from error
-        if host != own and not ipaddress.ip_address(host).is_loopback:
-            return connection  # another machine's
-        user = _listening_user(host, port)
-        if user in (_ROOT, os.geteuid()):
-            return connection
-        connection.close()
-        if user is None:  # it accepted the connection, and listens no more
-            raise aiohttp.ClientConnectionError(f"no process listens at port {port} of {host}")
+            raise
+        except (AttributeError, TypeError, ConnectionError) as error:  # None: it was reset meanwhile
+            connection.close()
+            raise aiohttp.ClientConnectionError(f"the connection was reset as soon as it was made: {error}") from error
+        return connection
+
+
+def check_server(peer: Sequence[Any], own: Sequence[Any]) -> None:
+    """Check the server of a connection, given by its addresses, if it is on this machine.
+
+    Raises:
+        OtherUsersServer: another user but root runs it.
+        ConnectionResetError: it accepted the connection, and listens no more.
+    """
+    (host, port, *_), (here, *_) = peer, own
+    if host != here and not ipaddress.ip_address(host).is_loopback:
+        return
+    user = _listening_user(host, port)
+    if user is None:
+        raise ConnectionResetError(f"no process listens at port {port} of {host}")
+    if user not in (_ROOT, os.geteuid()):
         raise OtherUsersServer(
             f"a process of user {user} listens at port {port} of {host}, so the key is not sent; end it, or give the "
             "server another port"

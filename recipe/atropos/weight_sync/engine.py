@@ -69,7 +69,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self._fp32: frozenset[str] = frozenset()
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
-        self._client_options = {"api_key": api_key, "timeout": timeout, "own": True}
+        self._client_options = {"api_key": api_key, "timeout": timeout}
         self._capabilities: dict[str, Capabilities] = {}  # by URL; cached, so that a pause need not wait for them
         self._pushed: str | None = None  # the version that every server had after the last push
         self._names: PushedNames | None = None  # None: not compared

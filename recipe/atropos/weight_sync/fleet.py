@@ -65,7 +65,7 @@ class ServerFleet:
 
         async def ask_one(url: str) -> Any:
             limit = self.timeout if timeouts is None else timeouts[url]
-            async with SGLangClient(url, self.api_key, timeout=limit, own=True) as client:
+            async with SGLangClient(url, self.api_key, timeout=limit) as client:
                 return await action(client)
 
         async def ask_all() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The reward bridge in front of a real BaseEnv, and on the way from a real SGLang to a real API."""
+"""The reward bridge in front of a real BaseEnv."""
 
 import asyncio
 import json
@@ -79,6 +79,10 @@ async def test_reward_bridge_sends_shaped_scores_beside_raw_ones(folder):
     assert metrics["env/score/raw"] == 0.25 and metrics["env/score/shaped"] == pytest.approx(1.9 / 4)
     assert metrics["env/shaping/marker_0"] == 0.025 and metrics["env/shaping/answer_present"] == pytest.approx(0.2)
     assert metrics["env/shaping/weight"] == 1 and "env/shaping/rank_inversions" not in metrics
+    group = env.score(ITEMS[0])
+    group["scores"] = [0.0, 0.0, 0.3, 0.0]  # an environment with steps between right and wrong
+    await posted(env, group)
+    assert env.report.counts["shaping/rank_inversions"] == 1
 
 
 async def test_reward_bridge_recovers_dropped_groups_of_equal_scores(folder):
@@ -89,12 +93,11 @@ async def test_reward_bridge_recovers_dropped_groups_of_equal_scores(folder):
     ]
     assert env.report.counts["shaping/recovered"] == env.report.counts["shaping/equal_raw"] == 2
 
-    env = await shaped_env(folder, BLOCK | {"send_equal_raw": False})
-    assert [item for item, _ in await send(env, *ITEMS)] == [ITEMS[0]]
-
 
 async def test_reward_bridge_without_equal_raw_refuses_and_counts(folder):
     env = await shaped_env(folder, BLOCK | {"send_equal_raw": False})
+    assert [item for item, _ in await send(env, *ITEMS)] == [ITEMS[0]]
+    env.report.counts.clear()
     group = {"tokens": [[5, 6]] * 4, "masks": [[-100, 6]] * 4, "scores": [1] * 4}
     await posted(env, group)
     assert env.report.counts["not_sent/equal_scores"] == 1
@@ -181,14 +184,6 @@ async def test_reward_bridge_follows_the_trainers_step(folder):
         assert sent[0][1]["scores"] == pytest.approx(scores)
         assert len(sent) == (2 if env.curr_step < 20 else 1), "faded, equal raw scores are equal"
     assert sent[0][1]["scores"] == [1.0, 0.0, 0.0, 0.0]
-
-
-async def test_reward_bridge_counts_rank_inversions(folder):
-    env = await shaped_env(folder)
-    group = env.score(ITEMS[0])
-    group["scores"] = [0.0, 0.0, 0.3, 0.0]  # an environment with steps between right and wrong
-    await posted(env, group)
-    assert env.report.counts["shaping/rank_inversions"] == 1
 
 
 async def test_reward_bridge_refuses_advantages_of_the_environment(folder):

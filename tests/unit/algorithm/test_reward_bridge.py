@@ -1,6 +1,5 @@
-"""The reward bridge: its arithmetic, its configuration, and the trainer's side of it."""
+"""The reward bridge: its arithmetic, and its configuration."""
 
-import math
 import re
 import sys
 from itertools import permutations
@@ -25,8 +24,6 @@ from recipe.atropos.algorithm.reward_bridge import (
 )
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits
 
 BLOCK = {
     "format_markers": [{"pattern": "<think>", "weight": 0.1}],
@@ -286,22 +283,3 @@ def test_bridge_that_lifts_wrong_answers_is_refused_before_a_run():
     options += ["data.max_prompt_length=64", "data.max_response_length=64", "actor_rollout_ref.model.path=a/b"]
     with pytest.raises(RewardBridgeError, match="environment.reward_bridge: can make a difference of 1.05"):
         check_config(compose_config(*options))
-
-
-# ---------------------------------------------------------------------- the trainer's side
-
-
-@pytest.mark.parametrize(
-    ("raw", "told"),
-    [
-        ([1.0], "raw_scores is [1.0], not a list over 2 sequences"),
-        ("10", "raw_scores is '10'"),
-        (7, "raw_scores is 7"),
-        ([1.0, None], "raw_scores[1] is None"),
-        ([1.0, math.nan], "group_overrides has no JSON form"),
-    ],
-)
-def test_raw_scores_that_do_not_fit_their_group_refuse_it(raw, told):
-    group = {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [1.5, 0.5]}
-    _, report = groups_to_data_proto([group | {"group_overrides": {"raw_scores": raw}}], RowLimits(20, 0), 1)
-    assert report.dropped == {"malformed": 2} and told in report.messages[0]

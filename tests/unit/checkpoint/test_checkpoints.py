@@ -1,7 +1,6 @@
 """Which checkpoint of a run folder is resumed from, how many are kept, and by which model and values."""
 
 import contextlib
-import copy
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,21 +63,17 @@ def test_run_dir_resumes_before_a_checkpoint_cut_at_any_byte(tmp_path):
         assert Checkpoints(tmp_path).newest().name == "global_step_4"
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"step": 4, "files": {}}', b'{"files": [], "sequence": 2}'])
+@pytest.mark.parametrize("content", [None, b"[]", b"{}", b'{"step": 4, "files": {}}', b'{"files": [], "sequence": 2}'])
 def test_run_dir_resumes_before_a_checkpoint_broken_by_hand(tmp_path, content, caplog):
-    save(tmp_path, 2, 4)
-    (tmp_path / "global_step_4/complete.json").write_bytes(content)
-    assert Checkpoints(tmp_path).newest().name == "global_step_2"
-    assert f"{tmp_path}/global_step_4 is passed over: " in caplog.text and "is damaged" in caplog.text
-
-
-def test_what_takes_an_older_checkpoint_says_so(tmp_path, caplog):
-    """As an export does, or a run that starts from this one's weights."""
+    """And says so, also where an export, or a run that starts from this one's weights, takes an older one."""
     run = RunDir(tmp_path)
     save(run.checkpoints, 2, 4)
     assert choose_checkpoint(run).name == "global_step_4" and not caplog.text
-    (run.checkpoints / "global_step_4/complete.json").unlink()
-    assert choose_checkpoint(run).name == "global_step_2" and "global_step_4 is passed over: " in caplog.text
+    complete = run.checkpoints / "global_step_4/complete.json"
+    complete.unlink() if content is None else complete.write_bytes(content)
+    assert choose_checkpoint(run) == Checkpoints(run.checkpoints).newest() == run.checkpoints / "global_step_2"
+    assert f"{run.checkpoints}/global_step_4 is passed over: " in caplog.text
+    assert ("is damaged" in caplog.text) is (content is not None)
 
 
 def test_run_dir_removes_what_a_kill_left_of_a_checkpoint(tmp_path, monkeypatch):
@@ -178,25 +173,22 @@ def test_run_dir_checkpoint_path_that_is_none_is_refused(tmp_path):
             Checkpoints(tmp_path).to_resume(settings)
 
 
-@pytest.fixture(scope="module")
-def composed():
-    return compose_config("actor_rollout_ref.model.path=m")
-
-
 @pytest.fixture
-def configured(composed, tmp_path, model_path):
+def configured(tmp_path, model_path):
     """Prepares the folder ``run`` for a configuration; its model is a copy that a test may change."""
     model = tmp_path / "model"
     shutil.copytree(model_path, model)
 
     def prepare(**options):
-        config = copy.deepcopy(composed)
+        config = compose_config("actor_rollout_ref.model.path=m")
         own = {"actor_rollout_ref.model.path": str(model), "run.dir": str(tmp_path / "run")}
         for key, value in {**own, **options}.items():
             OmegaConf.update(config, key, value)
         OmegaConf.resolve(config)
         folder = RunDir(config.run.dir)
         folder.path.mkdir(exist_ok=True)
+        assert Path(config.trainer.rollout_data_dir) == folder.rollouts, "a key, so that a user may place it elsewhere"
+        assert Path(config.trainer.atropos.weight_sync.directory) == folder.weights
         return prepare_folder(folder, config, {"torch": "1"})
 
     return prepare
@@ -303,7 +295,6 @@ def test_run_dir_with_other_values_is_reported(configured, tmp_path):
     ],
 )
 def test_run_dir_that_is_damaged_starts_nothing(configured, tmp_path, name, content, problem):
-    """The file is named before anything is started, in one line."""
     configured()
     save(tmp_path / "run/checkpoints", 2)
     path = tmp_path / "run" / name
@@ -313,15 +304,6 @@ def test_run_dir_that_is_damaged_starts_nothing(configured, tmp_path, name, cont
         configured()
     assert not problem or (f"{path}{'' if problem.startswith(',') else ' '}{problem}" in str(refused.value))
     assert not problem or "\n" not in str(refused.value)
-
-
-def test_run_dir_names_the_folders_of_the_configuration(composed):
-    """Those that are keys, so that a user may place them elsewhere, are by default where RunDir has them."""
-    config, folder = copy.deepcopy(composed), RunDir("somewhere")
-    config.run.dir = str(folder.path)
-    assert Path(config.trainer.default_local_dir) == folder.checkpoints
-    assert Path(config.trainer.rollout_data_dir) == folder.rollouts
-    assert Path(config.trainer.atropos.weight_sync.directory) == folder.weights
 
 
 def test_run_dir_summary_keeps_what_several_processes_write(tmp_path):

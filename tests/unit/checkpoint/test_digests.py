@@ -75,20 +75,10 @@ def test_digest_finds_every_flipped_bit_of_every_file(tmp_path):
     (folder / "data.pt").unlink()
     with pytest.raises(CheckpointDamaged, match="data.pt is not as it was saved"):
         verify(folder, "*")
-
-
-def test_digest_error_says_if_no_checkpoint_is_older(tmp_path):
-    folder = save(tmp_path, 2)
-    save(tmp_path, 4)
-    flip(folder / "data.pt", 0)
+    older = tmp_path / "global_step_2"
+    flip(older / "data.pt", 0)
     with pytest.raises(CheckpointDamaged, match="move global_step_2 away; the checkpoint to go on from then is none"):
-        verify(folder, "*")
-
-
-def test_digest_of_a_rank_is_not_made_again(tmp_path):
-    made = {MODEL: "made by the rank that wrote it"}
-    found = read_json(save(tmp_path, 2, digests=made) / "complete.json")["digests"]
-    assert found[MODEL] == made[MODEL] and found[OPTIMIZER] == digests_of(tmp_path / "global_step_2", "*/o*")[OPTIMIZER]
+        verify(older, "*")
 
 
 def test_digest_is_not_missed_in_an_older_checkpoint(tmp_path):
@@ -103,7 +93,11 @@ def test_digest_is_not_missed_in_an_older_checkpoint(tmp_path):
 
 
 def test_digest_is_made_and_compared_by_the_rank_itself(tmp_path):
-    folder, loaded = save(tmp_path, 2), []
+    folder, loaded = save(tmp_path, 2, digests={MODEL: "made by the rank that wrote it"}), []
+    found = read_json(folder / "complete.json")["digests"]
+    assert found[MODEL] == "made by the rank that wrote it", "and not again"
+    assert found[OPTIMIZER] == digests_of(folder, "*/o*")[OPTIMIZER]
+    folder = save(tmp_path, 2)
     worker = actor(lambda *given: loaded.append(given[0]))
     assert worker.save_checkpoint(str(folder / "actor")).keys() == {MODEL, OPTIMIZER}
     flip(folder / "data.pt", 0)  # the driver's
@@ -166,11 +160,25 @@ def test_checkpoint_is_saved_where_folders_cannot_be_synced(tmp_path, monkeypatc
         sync(tmp_path)
 
 
-def test_digest_is_compared_before_a_run_resumes(tmp_path):
-    folder, loaded = save(tmp_path / "checkpoints", 2), []
-    flip(folder / "data.pt", 0)
-    with pytest.raises(CheckpointDamaged, match="data.pt"):
+def test_digest_is_compared_before_a_checkpoint_is_used(tmp_path):
+    """Before a run resumes, before an export, and before a replay's comparison."""
+    folder, other, loaded = save(tmp_path, 2), save(tmp_path / "other", 2), []
+    flip(folder / OPTIMIZER, 0)  # no part of these
+
+    def resume():
         trainer(tmp_path, folder, lambda *_, **__: loaded.append(1))._load_checkpoint()
+
+    def export():
+        _Checkpoint(folder, OmegaConf.create(), False)
+
+    def compare():
+        differing_tensors(folder / "actor", other / "actor")
+
+    for name, do in (("data.pt", resume), ("actor/huggingface/config.json", export), (MODEL, export), (MODEL, compare)):
+        flip(folder / name, 0)
+        with pytest.raises(CheckpointDamaged, match=f"{folder / name}"):
+            do()
+        flip(folder / name, 0)
     assert not loaded
 
 
@@ -186,22 +194,6 @@ def test_resuming_from_an_earlier_step_leaves_what_came_after_it(tmp_path):
     with checkpoints.saving(3, 2):
         assert folder in checkpoints.whole()
     assert checkpoints.newest().name == "global_step_3"
-
-
-@pytest.mark.parametrize("name", [MODEL, "actor/huggingface/config.json"])
-def test_digest_is_compared_before_an_export(tmp_path, name):
-    folder = save(tmp_path, 2)
-    flip(folder / OPTIMIZER, 0)  # no part of an export
-    flip(folder / name, 0)
-    with pytest.raises(CheckpointDamaged, match=name):
-        _Checkpoint(folder, OmegaConf.create(), False)
-
-
-def test_digest_is_compared_before_a_replays_comparison(tmp_path):
-    one, other = save(tmp_path / "one", 2), save(tmp_path / "other", 2)
-    flip(one / MODEL, 0)
-    with pytest.raises(CheckpointDamaged, match=f"{one / MODEL}"):
-        differing_tensors(one / "actor", other / "actor")
 
 
 def test_resuming_runs_no_code_of_a_checkpoint(tmp_path):

@@ -1,9 +1,11 @@
-"""Who made the advantages of a recorded step, as ``inspect`` says, and how noisy the gradient is that they give."""
+"""Recorded batches: where they end, who made their advantages and how ``inspect`` shows them, and how noisy the
+gradient is that they give."""
 
 import copy
 import io
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -14,9 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from helpers.trainer import compose_config, random_group
 from recipe.atropos.__main__ import main
-from recipe.atropos.commands.inspect import show
+from recipe.atropos.commands.inspect import show, style_of
 from recipe.atropos.credit.group import Credit, add_credit
+from recipe.atropos.report.run_history import read_history
+from recipe.atropos.report.token_view import token_columns
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.sources.numbered import DataSourceError
+from recipe.atropos.sources.recorded import RecordedSource
 from recipe.atropos.trajectory_api import records
 
 SCORES = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.5, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
@@ -63,6 +69,28 @@ def test_inspect_says_who_made_the_advantages(recorded, groups, overrides, told)
         console = Console(width=400, file=io.StringIO(), record=True)
         show(run, 1, number, 0, table=False, console=console)
         assert f"; advantages: {expected}\n" in console.export_text()
+
+
+def test_inspect_runs_no_code_that_a_run_names(recorded, groups, model_path, tmp_path, capsys):
+    """Whatever its configuration says; nor does the report, whose samples then lack their tokens."""
+    model = shutil.copytree(model_path, tmp_path / "model")
+    ran = tmp_path / "ran"
+    (model / "own.py").write_text(
+        "from transformers import Qwen2Config\n"
+        f"open({str(ran)!r}, 'w')\n"
+        "class Own(Qwen2Config):\n    model_type = 'own'\n"
+    )
+    config = json.loads((model / "config.json").read_text())
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}
+    (model / "config.json").write_text(json.dumps(config | own))
+    overrides = [f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.trust_remote_code=true"]
+    run = recorded(groups, *overrides)
+    with pytest.raises(SystemExit, match="give --trust-remote-code"):
+        main(["inspect", str(run.path)])
+    with pytest.raises(ValueError, match="custom code"):
+        token_columns(read_history(run.path), {1: []}, 9, 9)
+    assert not ran.exists()
+    assert main(["inspect", str(run.path), "--trust-remote-code"]) == 0 and ran.exists()
 
 
 def test_inspect_shows_no_control_characters_of_a_model(recorded, groups, monkeypatch):
@@ -115,3 +143,29 @@ def test_credit_of_a_run_needs_two_groups(recorded, groups):
     run = recorded(groups)
     with pytest.raises(SystemExit, match="--rows=7 holds 1 whole groups of step 1"):
         main(["credit", f"--run={run.path}", "--rows=7"])
+
+
+def test_colors_tell_mask_sign_size_and_unlikely_tokens_apart():
+    token = {"trained": True, "advantage": 1.0, "logprob": -0.1}
+    good, bad = style_of(token, 1.0), style_of(token | {"advantage": -1.0}, 1.0)
+    small, none = style_of(token | {"advantage": 0.1}, 1.0), style_of(token | {"advantage": 0.0}, 1.0)
+    green, red = good.bgcolor.get_truecolor(), bad.bgcolor.get_truecolor()
+    assert green.green > green.red and red.red > red.green and small.bgcolor.get_truecolor().green < green.green
+    assert len({none.bgcolor.get_truecolor().red, none.bgcolor.get_truecolor().green}) == 1
+    assert style_of(token | {"trained": False, "advantage": None}, 1.0).bgcolor is None
+    assert style_of(token | {"logprob": -4.0}, 1.0).underline and not good.underline
+
+
+def test_a_recording_that_ends_says_where(tmp_path):
+    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
+    lines = [{"number": number, "batch": [group | {"scores": [float(number)]}]} for number in (3, 4)]
+    exported = tmp_path / "batches.jsonl"
+    exported.write_text("\n".join(map(json.dumps, lines)))
+    records.import_(tmp_path / "store", exported)
+    with RecordedSource(tmp_path / "store", after=3) as source:
+        number, [read] = source.next_batch()
+        assert number == 4 and read.scores.tolist() == [4.0] and read.tokens.tolist() == [1, 2]
+        with pytest.raises(DataSourceError, match="has no such batch; it has batches 3 to 4"):
+            source.next_batch()
+    with pytest.raises(DataSourceError, match="give the folder of a server"):
+        RecordedSource(tmp_path, after=0).next_batch()

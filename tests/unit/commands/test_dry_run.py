@@ -80,9 +80,7 @@ def test_dry_run_prints_the_session_server_of_programs(planned, tmp_path):
     assert "recipe.atropos.environments.program" in command
     assert variables["ATROPOS_SESSIONS_URL"] == "http://127.0.0.1:9300"
     assert f"--data={tmp_path / 'run/sessions.sqlite'}" in commands["sessions"][0]
-    others = planned(
-        "environments.a.command=python agent.py", "environments.b.target=recipe.atropos.environments.gsm8k"
-    )
+    others = planned("environments.a.command=python a.py", "environments.b.target=recipe.atropos.environments.gsm8k")
     targets = {name: spec.target for name, spec in others.plan.specs.items()}
     assert targets == {"a": "recipe.atropos.environments.program", "b": "recipe.atropos.environments.gsm8k"}
     assert "sessions" in service_commands(others) and "sessions" not in service_commands(planned())

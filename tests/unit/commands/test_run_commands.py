@@ -1,4 +1,4 @@
-"""status, stop, logs and attach, on folders of runs; tests/e2e/test_detached_run.py has them on a real run."""
+"""status, stop, logs and attach, on folders of runs; tests/e2e/test_launch.py has them on a real run."""
 
 import os
 import shutil
@@ -54,23 +54,18 @@ def told(capsys):
     return " ".join((captured.out + captured.err).split())
 
 
-def test_stop_ends_the_process_that_holds_the_run(held, capsys):
-    files, process = held()
-    assert main(["stop", str(files.path)]) == 0
-    assert process.wait(10) == -15
-    assert "after step 10, in 0 s; the command that started it resumes it" in told(capsys)
-    assert main(["stop", str(files.path)]) == 0 and "does not run (stopped)" in told(capsys)
-
-
-@pytest.mark.parametrize("seconds", [-3600, 3600])
-def test_stop_finds_a_run_after_the_clock_was_set(held, monkeypatch, capsys, seconds):
-    """As in a virtual machine that goes on after a pause: the boot, and with it each start, is at another time now."""
+@pytest.mark.parametrize("seconds", [0, -3600, 3600])
+def test_stop_ends_the_process_that_holds_the_run(held, monkeypatch, capsys, seconds):
+    """Also if the clock was set, as of a virtual machine after a pause: the boot is at another time now."""
     files, process = held()
     booted = psutil.boot_time()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + seconds)
     assert psutil.boot_time() == booted + seconds and files.holder().lives()
-    assert main(["stop", str(files.path)]) == 0 and process.wait(10) == -15
-    assert "after step 10, in 0 s" in told(capsys)
+    assert files.holder().host == socket.gethostname()
+    assert main(["stop", str(files.path)]) == 0
+    assert process.wait(10) == -15
+    assert "after step 10, in 0 s; the command that started it resumes it" in told(capsys)
+    assert main(["stop", str(files.path)]) == 0 and "does not run (stopped)" in told(capsys)
 
 
 def test_stop_of_a_copy_leaves_the_run_alone(held, tmp_path, capsys):
@@ -83,15 +78,12 @@ def test_stop_of_a_copy_leaves_the_run_alone(held, tmp_path, capsys):
     assert main(["stop", str(tmp_path / "moved")]) == 0 and process.wait(10) == -15
 
 
-def test_stop_waits_no_longer_than_its_timeout(held, capsys):
+def test_stop_waits_no_longer_than_its_timeout(held, monkeypatch, capsys):
+    """And may be interrupted."""
     files, process = held("deaf")
     with pytest.raises(SystemExit, match=f"process {process.pid} has not ended 0.5 s after SIGTERM"):
         main(["stop", str(files.path), "--timeout", "0.5"])
     assert process.poll() is None
-
-
-def test_stop_may_be_interrupted_while_it_waits(held, monkeypatch, capsys):
-    files, process = held("deaf")
 
     def ctrl_c(_):
         raise KeyboardInterrupt
@@ -159,14 +151,11 @@ def test_logs_print_as_many_lines_of_the_end_as_are_wanted(logged, run, lines, c
     assert capfdbinary.readouterr().out == b"".join(b"line %d\n" % n for n in range(10_000 - lines, 10_000))
 
 
-def test_logs_print_no_control_characters(logged, capfdbinary):
+def test_logs_print_what_a_terminal_and_the_locale_can_show(logged, capfdbinary):
     with logged.log("trainer").open("ab") as log:
         log.write(b"\x1b[31mred\x1b[0m \x1b[2J\xc2\x9b2J\xff \xe6\xbc\xa2\n")
     assert main(["logs", "trainer", "-n", "1"]) == 0
     assert capfdbinary.readouterr().out.decode() == "red 2J\ufffd 漢\n"
-
-
-def test_logs_replace_what_the_locale_cannot_print(logged):
     logged.log("trainer").write_text("100%|██████|\n")
     command = [sys.executable, "-m", "recipe.atropos", "logs", str(logged.path), "trainer"]
     latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
@@ -206,7 +195,6 @@ def test_logs_name_what_there_is(logged, capsys):
 
 
 def test_logs_follow_what_is_added_until_the_run_ends(held):
-    """To what is written last."""
     files, process = held()
     log = files.log("trainer")
     log.parent.mkdir()
@@ -230,12 +218,6 @@ def test_logs_follow_what_is_added_until_the_run_ends(held):
     assert list(read_logs.read_end(files, log, 1, follow=True)) == [b"the end\n"], "it has ended"
 
 
-def test_run_of_this_machine_is_held_under_its_name(tmp_path):
-    """What the tests above write is what a run writes."""
-    files = make_run(tmp_path / "run")
-    assert files.holder().host == socket.gethostname() and files.holder().lives()
-
-
 def test_names_like_markup_are_printed_as_they_are(tmp_path, monkeypatch, capsys):
     """Of a run, a service and an environment; the launcher's lines, a finished run's table and the list of logs."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -243,9 +225,8 @@ def test_names_like_markup_are_printed_as_they_are(tmp_path, monkeypatch, capsys
     files.logs.mkdir()
     files.log("[b]").write_text("[c] :bug:\n")
     found = {"metric": "score", "before": 0.25, "after": 0.5}
-    files.summary.write_bytes(
-        orjson.dumps({"finished_steps": 20, "steps": 20, "heldout": {"[d]": found, "[e]": found}})
-    )
+    summary = {"finished_steps": 20, "steps": 20, "heldout": {"[d]": found, "[e]": found}}
+    files.summary.write_bytes(orjson.dumps(summary))
     assert main(["logs", str(files.path)]) == 0 and main(["status", str(files.path)]) == 0
     say(f"see {files.path}", "[f]")
     text = told(capsys)

@@ -88,19 +88,16 @@ class Names:
         return str(ids)
 
 
-def test_a_call_that_failed_is_shown_with_its_error(capsys):
-    error = InferenceError("http://server", "/generate", "broken", 500)
-    _show_exchange(RecordedExchange([1, 2], {"n": 2}, error=error), Console(width=120, markup=False), Names())
-    assert "prompt, 2 tokens: 1 2" in (shown := capsys.readouterr().out)
-    assert "no answer: http://server/generate: HTTP 500: broken" in shown
-
-
-def test_what_a_model_said_has_no_control_characters(capsys):
+def test_calls_are_shown_without_control_characters(capsys):
     reply = SampledReply("", [4, 5], [-0.5, -0.25], {}, None)
-    exchange = RecordedExchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
+    said = RecordedExchange([1], {}, messages=[{"role": "user", "content": "\x1b[2Jwhat?"}], answers=[reply])
+    failed = RecordedExchange([1, 2], {"n": 2}, error=InferenceError("http://server", "/generate", "broken", 500))
     names = SimpleNamespace(decode=lambda ids: f"\x1b]0;title\x07{ids}")
-    _show_exchange(exchange, Console(width=120, markup=False), names)
-    assert "user: what?" in (shown := capsys.readouterr().out) and "[4, 5]\n" in shown and "\x1b" not in shown
+    for exchange in (said, failed):
+        _show_exchange(exchange, Console(width=120, markup=False), names)
+    shown = capsys.readouterr().out
+    assert "user: what?" in shown and "[4, 5]\n" in shown and "\x1b" not in shown
+    assert "prompt, 2 tokens: 1 2" in shown and "no answer: http://server/generate: HTTP 500: broken" in shown
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,6 @@ def test_what_is_no_group_is_shown_as_it_is(returned, shown, capsys):
 
 
 def test_trained_span_is_sampled_only_if_a_reply_has_it():
-    """A reply must have the same tokens with the same logprobs."""
     reply = SampledReply("", [4, 5, 2], [-0.5, -0.25, -1.0], {}, None)
     exchanges = [RecordedExchange([1], {}, answers=[reply]), RecordedExchange([1], {})]
     group = {

@@ -57,12 +57,7 @@ trainer: {logger: [console], default_local_dir: elsewhere}
             "actor_rollout_ref.actor.fsdp_config.wrap_policy={}",
             "run.dir=a b",
         ],
-        [
-            "preset=demo",
-            "environment.args.n=7",
-            r"++environment.args.text='\boxed{it\'s} a\\'",
-            "data={train_batch_size: 8}",
-        ],
+        ["preset=demo", "environment.args.n=7", r"++environment.args.a='\boxed{i\'s}\\'", "data={train_batch_size: 8}"],
         [
             "preset=demo",  # whose ppo_max_token_len_per_gpu has no effect then
             "actor_rollout_ref.actor.use_dynamic_bsz=false",
@@ -124,7 +119,6 @@ def test_hydra_main_shows_the_configuration_and_its_help(start, capsys):
     [
         (["-m", "seed=1"], "-m, --multirun, hydra.mode: one command trains one run"),
         (["hydra.mode=MULTIRUN"], "-m, --multirun, hydra.mode: one command trains one run"),
-        (["seeed=1"], "seeed: no such key; did you mean seed?"),
         (["+new.key=1", "--cfg", "job"], "new.key: no such key"),
         (["lr=1"], "lr=1: this key has another name here; give actor_rollout_ref.actor.optim.lr=1"),
         (["~seed"], "seed is missing: key=null leaves an option out"),
@@ -140,12 +134,8 @@ def test_hydra_main_refuses_by_name(start, given, told):
 
 def test_hydra_main_gives_hydra_its_own_arguments():
     own = ["hydra.verbose=true", "hydra/job_logging=default", "~seed"]
-    assert hydra_arguments(["--cfg=job", *own, "seed=3", "preset=demo"]) == [
-        "--cfg=job",
-        *own,
-        "preset=demo",
-        "++seed=3",
-    ]
+    given = ["--cfg=job", *own, "seed=3", "preset=demo"]
+    assert hydra_arguments(given) == ["--cfg=job", *own, "preset=demo", "++seed=3"]
     assert hydra_arguments(["--shell-completion", "query=bash"]) == ["--shell-completion", "query=bash"]
 
 

@@ -79,14 +79,6 @@ def test_credit_shrinks_a_turn_trees_values_by_hand():
     assert returns(with_values, shrink=2.0) == pytest.approx(returns(with_values)), "the environment's are not shrunk"
 
 
-def test_credit_compares_what_is_in_the_same_state():
-    group = chains([1.0, 0.0, 0.0], [2, 2, 2])
-    states = ["start", "a", "start", "a", "start", "b"]
-    found = centered(replace(group, states=states), returns(group))
-    assert found[[1, 3]] == pytest.approx([1.0, -1.0])
-    assert found[5] == pytest.approx(-0.5)  # nobody else is in b: against all
-
-
 def test_credit_with_values_compares_with_state_and_all():
     group = chains([1.0, 0.0, 0.0], [2, 2, 2], [[0.5], [0.25], [0.25]])
     states = ["start", "a", "start", "b", "start", "b"]
@@ -104,19 +96,15 @@ def test_credit_of_a_group_in_which_nothing_differs_is_zero(lam, states):
     assert not advantages(group, lam=lam).any()
 
 
-@pytest.mark.parametrize("values", [None, [[], [], [], []]])
-def test_credit_at_one_decision_is_outcome_grpo(values):
+@pytest.mark.parametrize(
+    ("lengths", "values"), [([1] * 4, None), ([1] * 4, [[]] * 4), ([3, 1, 5, 2], None)], ids=["one", "values", "long"]
+)
+def test_credit_at_one_decision_or_without_values_is_grpo(lengths, values):
     outcomes = [1.0, -1.0, -1.0, 0.5]
-    group = chains(outcomes, [1] * 4, values)
+    expected = pytest.approx(np.repeat(grpo(outcomes), lengths), abs=1e-5)
     for lam, mix in ((0.0, 0.0), (0.7, 0.3)):
-        assert advantages(group, lam=lam, mix=mix) == pytest.approx(grpo(outcomes), abs=1e-5)
-
-
-def test_credit_without_values_is_outcome_grpo_at_any_length():
-    outcomes, lengths = [1.0, 0.0, 0.0, 0.25], [3, 1, 5, 2]
-    found = advantages(chains(outcomes, lengths))
-    assert found == pytest.approx(np.repeat(grpo(outcomes), lengths), abs=1e-5)
-    assert found == pytest.approx(outcome_advantages(chains(outcomes, lengths, [[9, 8], [], [7] * 4, [6]])))
+        assert advantages(chains(outcomes, lengths, values), lam=lam, mix=mix) == expected
+    assert outcome_advantages(chains(outcomes, lengths, [[9.0] * (length - 1) for length in lengths])) == expected
 
 
 def test_credit_mix():

@@ -4,7 +4,6 @@ import copy
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +23,7 @@ def slow_reference(groups, limits, multiple_of):
     """The contract as one would say it aloud: a dict a row, with plain lists over the response. No refusals here."""
     rows, dropped = [], {}
     for index, group in enumerate(groups):
-        overrides = group.get("group_overrides") or {}
+        said = group.get("group_overrides") or {}
         lost = []
         for i, tokens in enumerate(group["tokens"]):
             trained = [m != IGNORED for m in group["masks"][i]]
@@ -48,21 +47,18 @@ def slow_reference(groups, limits, multiple_of):
                 "response": tokens[first:end],
                 "mask": [int(t) for t in trained[first:end]],
                 "score": [0.0] * (end - first),
+                "truncated": end < len(tokens),
                 "uid": str(index),
-                "version": None,
+                "versions": [(said.get(f"policy_version_{end}") or [None] * 5)[i] for end in ("min", "max")],
             }
             last = max(j for j in range(end - first) if row["mask"][j])
             row["score"][last] = float(group["scores"][i])
-            logprobs = group.get("inference_logprobs")
-            row["logprobs"] = None
-            if logprobs and logprobs[i]:
-                values = [logprobs[i][j] if trained[j] else 0.0 for j in range(first, end)]
-                valid = all(value is not None and value <= 0 for value in values)
-                row["logprobs"] = values if valid else None
-            advantages = group.get("advantages")
-            row["advantages"] = (
-                [advantages[i][j] if trained[j] else 0.0 for j in range(first, end)] if advantages else None
-            )
+            for name in ("inference_logprobs", "ref_logprobs", "advantages"):
+                values = (group.get(name) or [None] * 5)[i]
+                kept = [values[j] if trained[j] else 0.0 for j in range(first, end)] if values else None
+                if kept and name != "advantages" and not all(value is not None and value <= 0 for value in kept):
+                    kept = None
+                row[name] = kept
             ids, teacher = group.get("distill_token_ids"), group.get("distill_logprobs")
             row["teacher"] = (
                 [dict(zip(ids[i][j], teacher[i][j], strict=True)) if trained[j] else {} for j in range(first, end)]
@@ -70,9 +66,9 @@ def slow_reference(groups, limits, multiple_of):
                 else None
             )
             own = (group.get("overrides") or [{}] * len(group["tokens"]))[i] or {}
-            row["zero"] = bool(own.get("set_advantage_to_zero") or overrides.get("set_advantage_to_zero"))
-            versions = overrides.get("policy_version_min")
-            row["version"] = versions[i] if versions else None
+            row["zero"] = bool(own.get("set_advantage_to_zero") or said.get("set_advantage_to_zero"))
+            row["raw_score"] = said.get("raw_scores", group["scores"])[i]
+            row["env"] = [group["env_id"], said.get("env_name")]
             row["dropped"] = lost  # the group's, once it is read
             rows.append(row)
     return rows, dropped, -len(rows) % multiple_of
@@ -90,34 +86,36 @@ def sequences(draw):
 @st.composite
 def groups(draw):
     rows = draw(st.lists(sequences(), min_size=1, max_size=5))
-    lengths = [len(tokens) for tokens, _ in rows]
-    floats = st.floats(-5, 5, width=32)
+    size, lengths = len(rows), [len(tokens) for tokens, _ in rows]
+    floats, valid_logprob = st.floats(-5, 5, width=32), st.floats(-9, 0, width=32)
+    logprob = st.one_of(valid_logprob, st.sampled_from([1.0, None]))
 
     def parallel(values):
-        return [draw(st.lists(values, min_size=n, max_size=n)) for n in lengths]
+        return st.tuples(*(st.lists(values, min_size=n, max_size=n) for n in lengths)).map(list)
 
-    logprob = st.one_of(st.floats(-9, 0, width=32), st.sampled_from([1.0, None]))
-    valid_logprob = st.floats(-9, 0, width=32)
-    top_k = draw(st.integers(1, 3))
-    teacher = draw(st.booleans())
-    candidates = st.lists(st.integers(0, 99), min_size=top_k, max_size=top_k, unique=True)
-    weights = st.lists(st.floats(-9, -1.25, width=32), min_size=top_k, max_size=top_k)
-    return {
+    logprobs = st.none() | parallel(valid_logprob) | parallel(logprob)
+    not_given = st.sampled_from([None, []])
+    group = {
         "tokens": [tokens for tokens, _ in rows],
         "masks": [mask for _, mask in rows],
-        "scores": draw(st.lists(floats, min_size=len(rows), max_size=len(rows))),
-        "inference_logprobs": draw(st.sampled_from([None, [], parallel(valid_logprob), parallel(logprob)])),
-        "advantages": parallel(floats) if draw(st.booleans()) else draw(st.sampled_from([None, []])),
-        "overrides": draw(
-            st.sampled_from([None, [], [{"set_advantage_to_zero": i % 2 == 0} for i in range(len(rows))]])
-        ),
-        "group_overrides": draw(
-            st.sampled_from([None, {}, {"set_advantage_to_zero": True}, {"policy_version_min": list(range(len(rows)))}])
-        ),
+        "scores": draw(st.lists(floats, min_size=size, max_size=size)),
+        "inference_logprobs": draw(logprobs | st.just([])),
+        "ref_logprobs": draw(logprobs),
+        "advantages": draw(not_given | parallel(floats)),
+        "overrides": draw(not_given | st.just([{"set_advantage_to_zero": i % 2 == 0} for i in range(size)])),
         "env_id": draw(st.sampled_from([None, 0, 3])),
-        "distill_token_ids": parallel(candidates) if teacher else draw(st.sampled_from([None, []])),
-        "distill_logprobs": parallel(weights) if teacher else None,
+        "distill_token_ids": draw(not_given),
     }
+    overrides = {"policy_version_min": [*range(size)], "env_name": "e", "raw_scores": [7.0] * size}
+    group["group_overrides"] = draw(
+        st.sampled_from([None, {"set_advantage_to_zero": True}, overrides, {"policy_version_max": [5] * size}])
+    )
+    if draw(st.booleans()):
+        top_k = draw(st.integers(1, 3))
+        candidates = st.lists(st.integers(0, 99), min_size=top_k, max_size=top_k, unique=True)
+        weights = st.lists(st.floats(-9, -1.25, width=32), min_size=top_k, max_size=top_k)
+        group |= {"distill_token_ids": draw(parallel(candidates)), "distill_logprobs": draw(parallel(weights))}
+    return group
 
 
 def teacher_of(tensors, row, prompt_width):
@@ -130,6 +128,26 @@ def teacher_of(tensors, row, prompt_width):
     return positions[prompt_width - 1 : -1]
 
 
+def assert_verls_slices_see_the_right_tokens(data):
+    """Through verl's removal of padding and back: each response position gets the value of the token before it."""
+    sample = left_right_2_no_padding(data.to_tensordict())
+    # A "model" whose output at a position names the next token there: what logprobs are gathered by.
+    ids, offsets = sample["input_ids"].values(), sample["input_ids"].offsets()
+    output = torch.roll(ids, -1).float()
+    back = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(output, offsets), sample)
+    mask = data.batch["response_mask"].bool()
+    assert back.shape == data.batch["responses"].shape
+    assert (back[mask] == data.batch["responses"][mask].float()).all()
+
+
+OF_SCORES = {"rollout_log_probs", "ref_log_prob", "atropos_advantages", "token_level_scores", "teacher_logprobs"}
+OF_PADDING = {
+    **dict.fromkeys(("env_id", "env_name", "policy_version_min", "policy_version_max", "credit", "sampling")),
+    **dict.fromkeys(("has_log_probs", "has_advantages", "has_teacher", "zero_advantage"), False),
+    **{"is_padding": True, "raw_score": 0.0, "dropped": ()},
+}
+
+
 @settings(max_examples=200)
 @given(st.lists(groups(), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(["truncate", "drop"]))
 def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
@@ -139,6 +157,15 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
 
     assert dict(report.dropped) == dropped
     assert report.received == len(rows) + sum(dropped.values())
+    assert report.group_sizes == [len(group["tokens"]) for group in batch]
+    events = {
+        "response_truncated": sum(row["truncated"] for row in rows),
+        "no_logprobs": sum(row["inference_logprobs"] is None for row in rows),
+        "own_advantages": sum(row["advantages"] is not None for row in rows),
+        "teacher": sum(row["teacher"] is not None for row in rows),
+        "zero_advantage": sum(row["zero"] for row in rows),
+    }
+    assert report.events == {name: count for name, count in events.items() if count}
     if not rows:
         assert data is None
         return
@@ -147,6 +174,10 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
     width = max(len(row["response"]) for row in rows)
     prompt_width = max(len(row["prompt"]) for row in rows)
     assert tensors["responses"].shape == (len(data), width) and tensors["prompts"].shape == (len(data), prompt_width)
+
+    def assert_values(name, i, values):
+        assert tensors[name][i].tolist() == values + [0.0] * (width - len(values)), name
+
     for i, row in enumerate(rows):
         n, p = len(row["response"]), len(row["prompt"])
         assert tensors["prompts"][i].tolist() == [0] * (prompt_width - p) + row["prompt"]
@@ -157,27 +188,37 @@ def test_every_row_equals_the_slow_reference(batch, multiple_of, overlong):
         assert tensors["attention_mask"][i].tolist() == attended
         positions = tensors["position_ids"][i][torch.tensor(attended).bool()]
         assert positions.tolist() == list(range(p + n))
-        np.testing.assert_allclose(tensors["token_level_scores"][i], row["score"] + [0.0] * (width - n), rtol=1e-6)
-        assert others["has_log_probs"][i] == (row["logprobs"] is not None)
+        assert_values("token_level_scores", i, row["score"])
+        assert_values("atropos_advantages", i, row["advantages"] or [])
         if "rollout_log_probs" in tensors:
-            expected = (row["logprobs"] or [0.0] * n) + [0.0] * (width - n)
-            np.testing.assert_allclose(tensors["rollout_log_probs"][i], expected, rtol=1e-6)
-        assert others["has_advantages"][i] == (row["advantages"] is not None)
-        expected = (row["advantages"] or [0.0] * n) + [0.0] * (width - n)
-        np.testing.assert_allclose(tensors["atropos_advantages"][i], expected, rtol=1e-6)
-        assert others["has_teacher"][i] == (row["teacher"] is not None)
+            assert_values("rollout_log_probs", i, row["inference_logprobs"] or [])
+        if "ref_log_prob" in tensors:
+            assert_values("ref_log_prob", i, row["ref_logprobs"])
         if "teacher_ids" in tensors:
             assert teacher_of(tensors, i, prompt_width) == (row["teacher"] or [{}] * n) + [{}] * (width - n)
-        assert others["uid"][i] == row["uid"]
+        given = [row[name] is not None for name in ("inference_logprobs", "advantages", "teacher")]
+        assert [others[f"has_{name}"][i] for name in ("log_probs", "advantages", "teacher")] == given
+        assert others["uid"][i] == row["uid"] and others["raw_score"][i] == row["raw_score"]
         assert others["zero_advantage"][i] == row["zero"]
-        assert others["policy_version_min"][i] == row["version"]  # unknown is None, never 0
+        versions = [others[f"policy_version_{end}"][i] for end in ("min", "max")]
+        assert versions == row["versions"], "unknown is None, never 0"
+        assert [others["env_id"][i], others["env_name"][i]] == row["env"]
         assert list(others["dropped"][i]) == row["dropped"]
-    assert ("rollout_log_probs" in tensors) == any(row["logprobs"] is not None for row in rows)
+    assert ("rollout_log_probs" in tensors) == any(row["inference_logprobs"] is not None for row in rows)
+    assert ("ref_log_prob" in tensors) == all(row["ref_logprobs"] is not None for row in rows)
+    assert (
+        ("teacher_ids" in tensors) == ("teacher_logprobs" in tensors) == any(row["teacher"] is not None for row in rows)
+    )
+    for name, tensor in tensors.items():
+        assert tensor.dtype == (torch.float32 if name in OF_SCORES else torch.int64), name
     padding = slice(len(rows), None)
-    assert others["is_padding"].tolist() == [False] * len(rows) + [True] * n_pad
+    for name, value in OF_PADDING.items():
+        assert others[name][padding].tolist() == [value] * n_pad, name
+    assert not others["is_padding"][: len(rows)].any()
     assert not tensors["response_mask"][padding].any() and not tensors["token_level_scores"][padding].any()
     assert (tensors["attention_mask"][padding].sum(-1) == 1).all()  # verl wants a prompt, and no more
     assert len(set(others["uid"][padding])) == n_pad and not set(others["uid"][padding]) & {r["uid"] for r in rows}
+    assert_verls_slices_see_the_right_tokens(data)
 
 
 def test_real_rows_have_the_lengths_that_flops_are_counted_by():
@@ -186,23 +227,6 @@ def test_real_rows_have_the_lengths_that_flops_are_counted_by():
     whole = rows_to_data_proto([rows[0], None, rows[1]], LIMITS)
     real = real_rows(whole)
     assert len(whole) == 3 and len(real) == 2 and real.meta_info["global_token_num"] == [3, 2]
-
-
-@settings(max_examples=100)
-@given(st.lists(groups(), min_size=1, max_size=3), st.integers(1, 5))
-def test_verls_own_slices_see_the_right_tokens(batch, multiple_of):
-    """Through verl's removal of padding and back: each response position gets the value of the token before it."""
-    data, _ = groups_to_data_proto(batch, LIMITS, multiple_of)
-    if data is None:
-        return
-    sample = left_right_2_no_padding(data.to_tensordict())
-    # A "model" whose output at a position names the next token there: what logprobs are gathered by.
-    ids, offsets = sample["input_ids"].values(), sample["input_ids"].offsets()
-    output = torch.roll(ids, -1).float()
-    back = no_padding_2_padding(torch.nested.nested_tensor_from_jagged(output, offsets), sample)
-    mask = data.batch["response_mask"].bool()
-    assert back.shape == data.batch["responses"].shape
-    assert (back[mask] == data.batch["responses"][mask].float()).all()
 
 
 def good_group(**changes):
@@ -230,13 +254,18 @@ def test_distillation_fields_may_be_empty():
     assert teacher_of(data.batch, 1, 2) == [{}, {}]
 
 
+def test_what_a_teacher_says_of_untrained_positions_does_not_count():
+    """As where vLLM adds the sampled token to the top-k of a prompt."""
+    said = teacher([[-7], [7, 7, 8], [1, 2], [3, 4]], [[9.0, 9.0], [-1.0, -1.0, -1.0], [-1.0, -2.0], [-1.0, -2.0]])
+    data, report = groups_to_data_proto([good_group(**said)], LIMITS)
+    assert not report.dropped and teacher_of(data.batch, 0, 2) == [{1: -1.0, 2: -2.0}, {3: -1.0, 4: -2.0}]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "words"),
     [
-        ({"masks": [[-100, 7, 8], [-100, -100, 9]]}, "unequal_lengths", "masks[0] has length 3, tokens[0] has 4"),
         ({"advantages": [[0.0] * 4]}, "unequal_lengths", "1 advantages for 2 sequences"),
-        ({"scores": [1.0, None]}, "nonfinite_scores", "score 1 is None"),
-        ({"advantages": [[0.0, 0.0, math.inf, 0.0], [0.0] * 3]}, "nonfinite_advantages", "inf at position 2"),
+        ({"advantages": [[0.0, 0.0, 1e39, 0.0], [0.0] * 3]}, "nonfinite_advantages", "inf at position 2; it must be"),
         (teacher([[], [], [1, 2], [3]]), "ragged_distillation", "1 distill_token_ids and 2 distill_logprobs"),
         (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_logprobs at position 2"),
         (
@@ -245,9 +274,9 @@ def test_distillation_fields_may_be_empty():
             "0 distill_token_ids and 0 distill_logprobs at position 3, and 2 at its first trained one",
         ),
         (
-            teacher([[7], [7], [1, 2], [3, 4]], [[-1.0], [-1.0], [-1.0, -2.0], [-1.0, -2.0]]),
+            teacher([[], [], [1, 2], [3]], [[], [], [-1.0, -2.0], [-1.0]]),
             "ragged_distillation",
-            "1 distill_token_ids and 1 distill_logprobs at position 0",
+            "1 distill_token_ids and 1 distill_logprobs at position 3, and 2 at its first trained one",
         ),
         (teacher([[], [], [3, 100], [200, 4]]), "foreign_tokens", "distill_token_ids[0] is 100 at position 2"),
         (teacher([[], [], [4, 4], [3, 3]]), "repeated_distill_token", "distill_token_ids[0] is [4, 4] at position 2"),
@@ -266,35 +295,24 @@ def test_distillation_fields_may_be_empty():
         ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
         ({"tokens": [[5, 6, 7, -1], [5, 6, 9]]}, "foreign_tokens", "token -1 at position 3"),
         ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores", "score 0 is 3.4"),
-        ({"scores": ["1", 0.0]}, "nonfinite_scores", "score 0 is '1'"),
-        ({"scores": 1.0}, "malformed", "scores is a float"),
         ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths", "3 ref_logprobs for 2 sequences"),
-        ({"tokens": []}, "empty_group", "0 sequences"),
-        ({"tokens": [None, [5, 6, 9]]}, "malformed", "tokens[0] is not a flat list of whole numbers: None"),
-        ({"masks": {"0": [1]}}, "malformed", "masks is a dict"),
         ({"advantages": [0.5, 0.5]}, "malformed", "advantages[0] is not a flat list of numbers"),
-        (
-            {"group_overrides": {"env_name": "gsm8k_0", "policy_version_min": [3, 1], "policy_version_max": [2, 1]}},
-            "malformed",
-            "policy_version_min[0] is 3, policy_version_max[0] only 2",
-        ),
         (
             {"inference_logprobs": [[1.0, 1.0, None, -1e39], [1.0, 1.0, -0.3]]},
             "nonfinite_inference_logprobs",
             "inference_logprobs[0] is -inf at position 3",
         ),
-        ({"overrides": [True, {}]}, "malformed", "overrides[0] is True: Expected `object`"),
         (teacher([0, 0, 1, 2]), "malformed", "distill_token_ids[0] is not a list of lists"),
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
     ],
-    ids=range(34),
+    ids=range(25),
 )
-def test_group_that_breaks_the_format_is_refused_and_counted(changes, reason, words):
-    """The message names the group, and the first place. A group without sequences counts as one."""
+def test_group_that_cannot_be_trained_on_is_refused_and_counted(changes, reason, words):
+    """The message names the group, and the first place. ``test_parsing`` has what is no group for the API either."""
     rows, report = read_groups([good_group(), good_group(**changes)], LIMITS)
     assert len(rows) == 2 and {row.uid for row in rows} == {"0"}, "the good group stays"
-    assert report.dropped == {reason: 1 if changes == {"tokens": []} else 2}
+    assert report.dropped == {reason: 2}
     assert report.messages[0].startswith("group 1 of env gsm8k_0: ") and words in report.messages[0]
 
 
@@ -342,13 +360,9 @@ def test_a_prompt_without_room_for_a_response_has_its_reason(overlong, kept):
     assert rows[0].dropped[-1] == (3.0, 1, "overlong_prompt"), "its score counts in its group"
 
 
-def test_reference_logprobs_are_used_only_if_every_row_has_them():
-    both = good_group(ref_logprobs=[[0, 0, -1.0, -2.0], [0, 0, -3.0]])
-    data, _ = groups_to_data_proto([both], LIMITS)
-    assert data.batch["ref_log_prob"].tolist() == [[-1.0, -2.0], [-3.0, 0.0]]
-    for lacking in (None, [[0, 0, -1.0, 1.0], [0, 0, -3.0]], [[0, 0, None, -1.0], [0, 0, -3.0]]):
-        data, _ = groups_to_data_proto([both, good_group(ref_logprobs=lacking)], LIMITS)
-        assert "ref_log_prob" not in data.batch
+def test_a_teacher_that_is_not_read_is_not_checked():
+    rows, _ = read_groups([good_group(distill_token_ids=["whatever"])], replace(LIMITS, read_teacher=False))
+    assert len(rows) == 2 and rows[0].teacher_ids is None
 
 
 @pytest.mark.parametrize("group", [None, 7, "tokens", [good_group()]], ids=lambda group: type(group).__name__)

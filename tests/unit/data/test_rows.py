@@ -5,10 +5,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 from helpers.trainer import compose_config
-from recipe.atropos.data.data_proto import groups_to_data_proto
+from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import (
     IGNORED,
@@ -64,42 +63,6 @@ def teacher(ids=((3, 4), (3, 4)), logprobs=((-1.0, -2.0), (-1.0, -2.0))):
 def test_rows_take_what_is_just_within_the_format(changes):
     rows, report = read(**changes)
     assert len(rows) == 2 == report.rows == report.received and not report.dropped and not report.messages
-
-
-def test_rows_are_cut_at_their_very_limits_and_counted():
-    group = a_group(
-        tokens=[[1, 2, 5, 6, 7], [1, 2, 3, 5, 6, 7, 8], [1, 5, 6, 7, 8, 9], [5, 6], [1, 2]],
-        masks=[[-100, -100, 5, 6, 7], [-100] * 3 + [5, 6, 7, 8], [-100, 5, 6, 7, 8, 9], [5, 6], [-100, -100]],
-        scores=[0.0, 1.0, 2.0, 3.0, 4.0],
-    )
-    rows, report = read_groups([group], RowLimits(5, 0, overlong="truncate"))
-    assert [row.prompt.tolist() for row in rows] == [[1, 2], [1, 2, 3], [1]]
-    assert [row.response.tolist() for row in rows] == [[5, 6, 7], [5, 6], [5, 6, 7, 8]]
-    assert report.events == {"response_truncated": 2, "no_logprobs": 3}
-    assert report.dropped == {"no_prompt": 1, "no_trained_token": 1}
-    expected = [(3.0, 2, "no_prompt"), (4.0, 0, "no_trained_token")]
-    assert all(list(row.dropped) == expected for row in rows)
-    rows, report = read_groups([group], LIMITS)
-    assert [row.score for row in rows] == [0.0] and report.dropped["overlong_response"] == 2
-    assert [row.trained_tokens for row in rows[0].dropped] == [4, 5, 2, 0]
-
-
-def test_rows_events_count_what_a_row_lacks_or_brings():
-    changes = {
-        "inference_logprobs": [[1.0, 1.0, -0.1, 0.0], [1.0, 1.0, None]],
-        "advantages": [None, [9.0, 9.0, 0.5]],
-        "overrides": [{"set_advantage_to_zero": True}, {}],
-        "group_overrides": {"raw_scores": [7.0, 8]},
-    }
-    rows, report = read(**changes, **teacher())
-    assert report.events == {"no_logprobs": 1, "own_advantages": 1, "teacher": 1, "zero_advantage": 1}
-    assert [row.zero_advantage for row in rows] == [True, False] and [row.raw_score for row in rows] == [7.0, 8.0]
-    assert rows[0].log_probs.tolist() == pytest.approx([-0.1, 0.0]), "0 is the logarithm of a probability"
-    assert rows[1].log_probs is None and rows[1].advantages.tolist() == [0.5] and rows[1].teacher_ids is None
-    rows, report = read(RowLimits(5, 0, read_teacher=False), distill_token_ids=["not looked at"])
-    assert len(rows) == 2 and rows[0].teacher_ids is None
-    rows, _ = read(group_overrides={"set_advantage_to_zero": True})
-    assert [row.zero_advantage for row in rows] == [True, True]
 
 
 def test_rows_that_versions_drop_are_logged_with_the_remedy(caplog):
@@ -160,52 +123,28 @@ def test_rows_cannot_be_made_wrong(changes):
         Row(**(right | changes), score=0.0, uid="0")
 
 
-def test_rows_become_columns_with_padding_that_says_nothing():
-    """Everything that is not a tensor over the response, of two rows and a padding row."""
-    overrides = {"env_name": "e", "raw_scores": [7.0, 8.0], "policy_version_min": [3, 4], "policy_version_max": [4, 5]}
-    group = a_group(
-        env_id=4,
-        group_overrides=overrides,
-        overrides=[{}, {"set_advantage_to_zero": True}],
-        inference_logprobs=[[1.0, 1.0, -0.1, -0.2], []],
-        ref_logprobs=[[0.0, 0.0, -0.3, -0.4], [0.0, 0.0, -0.5]],
-        advantages=[[], [1.0, 1.0, 2.0]],
-        **teacher(),
-    )
-    data, report = groups_to_data_proto([group], LIMITS, multiple_of=3)
-    expected = {
-        "env_id": [4, 4, None],
-        "env_name": ["e", "e", None],
-        "policy_version_min": [3, 4, None],
-        "policy_version_max": [4, 5, None],
-        "raw_score": [7.0, 8.0, 0.0],
-        "is_padding": [False, False, True],
-        "has_log_probs": [True, False, False],
-        "has_advantages": [False, True, False],
-        "has_teacher": [True, False, False],
-        "zero_advantage": [False, True, False],
-        "dropped": [(), (), ()],
-    }
-    assert {key: data.non_tensor_batch[key].tolist() for key in expected} == expected
-    assert len(set(data.non_tensor_batch["uid"])) == 2 and report.padding_rows == 1
-    tensors = data.batch
-    assert tensors["ref_log_prob"].tolist() == [pytest.approx([-0.3, -0.4]), [-0.5, 0.0], [0.0, 0.0]]
-    assert tensors["atropos_advantages"].tolist() == [[0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
-    assert tensors["rollout_log_probs"].tolist() == [pytest.approx([-0.1, -0.2]), [0.0, 0.0], [0.0, 0.0]]
-    assert tensors["token_level_scores"].tolist() == [[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]]
-    assert tensors["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 2], [0, 0, 0, 0]]
-    assert tensors["teacher_ids"].shape == (3, 4, 2) and tensors["teacher_ids"][0, 1:3].tolist() == [[3, 4]] * 2
-    of_scores = {"rollout_log_probs", "ref_log_prob", "atropos_advantages", "token_level_scores", "teacher_logprobs"}
-    for key, tensor in tensors.items():
-        assert tensor.dtype == (torch.float32 if key in of_scores else torch.int64), key
-    bare, _ = groups_to_data_proto([a_group()], LIMITS)
-    assert not {"rollout_log_probs", "ref_log_prob", "teacher_ids", "teacher_logprobs"} & set(bare.batch.keys())
-    assert bare.non_tensor_batch["raw_score"].tolist() == [1.0, 2.0] and not bare.non_tensor_batch["is_padding"].any()
-    assert groups_to_data_proto([a_group(scores=[None, None])], LIMITS)[0] is None
-
-
 @pytest.mark.parametrize(
     ("trained", "spans"), [("", []), ("..", []), ("x", [(0, 1)]), (".xx.x", [(1, 3), (4, 5)]), ("xx..", [(0, 2)])]
 )
 def test_rows_have_spans_of_trained_tokens(trained, spans):
     assert list(trained_spans([7 if mark == "x" else IGNORED for mark in trained])) == spans
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("max_staleness=-1", "max_staleness=-1: give 0 or more"),
+        ("max_staleness=1.5", "max_staleness=1.5: give a whole number"),
+        ("max_staleness=true", "max_staleness=true: give a whole number"),
+        ("max_staleness=2 trainer.atropos.weight_sync.every=4", "max_staleness=2 with weight_sync.every=4: .*for ever"),
+        ("max_staleness=3 trainer.atropos.weight_sync.every=4", None),
+        ("max_staleness=0", None),
+    ],
+)
+def test_staleness_bound_that_would_deadlock_is_refused(overrides, expected):
+    options = ["actor_rollout_ref.model.path=a/b", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
+    config = compose_config(*options, *f"trainer.atropos.{overrides}".split())
+    if expected is None:
+        return check_config(config)
+    with pytest.raises(ConfigurationError, match=expected):
+        check_config(config)

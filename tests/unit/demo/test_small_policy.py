@@ -47,21 +47,16 @@ def test_any_text_survives_the_tokenizer(tokenizer, text):
     assert decoded == unicodedata.normalize("NFC", text)
 
 
-def test_digits_are_single_tokens_and_nothing_is_added(tokenizer):
-    assert len(tokenizer.encode("2024")) == 4
-    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
-
-
-def test_the_chat_template_is_chatml(tokenizer):
-    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_the_model_is_small_and_loads_as_any_other(folder, tokenizer):
+    """Its tokenizer adds nothing, has a token for each digit, and ChatML's template."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.num_parameters() < 5_000_000
     assert model.config.vocab_size >= len(tokenizer) and model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer.encode("2024")) == 4
+    assert tokenizer.encode("<|im_end|>") == [tokenizer.eos_token_id]
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_the_cached_policy_is_used_again(tmp_path):
@@ -73,7 +68,6 @@ def test_the_cached_policy_is_used_again(tmp_path):
 
 
 def test_terse_policy_is_taught_each_step_equally_seldom(tokenizer):
-    """Each step towards an answer is shown as seldom as the next."""
     recipe = TerseRecipe(problems=8000, further=0.05)
     ends = ["", " so", " so the answer is", r" so the answer is \boxed{"]
     taught, further = Counter(), Counter()

@@ -1,7 +1,6 @@
 """The calculator and its environment's own rules; conversations with a real server are in test_calculator_rollouts."""
 
 import asyncio
-import operator
 import random
 import re
 import time
@@ -20,7 +19,6 @@ from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate,
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("412 + 97", "509"),
         ("(1+2)*-3", "-9"),
         ("\t 2 * 3\n", "6"),
         ("1,234 + 5", "1239"),
@@ -38,7 +36,6 @@ def test_an_expression_has_its_exact_value(expression, value):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("1 / 0", "division by zero"),
         ("1 / (2 - 2)", "division by zero"),
         ("1 / (0.3 - 0.1 - 0.2)", "division by zero"),  # not so in floats
         ("9" * 49 + "*" + "9" * 49, "too large"),
@@ -54,16 +51,11 @@ def test_an_expression_has_its_exact_value(expression, value):
         ("3(4)", "only numbers"),
         ("1,23", "only numbers"),
         ("__import__('os').system('false')", "only numbers"),
-        ("True + 1", "only numbers"),
-        ("'a' * 9", "only numbers"),
-        ("1j", "only numbers"),
-        ("1 if 1 else 2", "only numbers"),
         ("\u0661 + \u0662", "only numbers"),
         ("1 + 1\0", "only numbers"),
     ],
 )
 def test_calculator_errors_repeat_no_words_of_the_policy(expression, message):
-    """What cannot be computed is an error, and the policy is told so."""
     began = time.monotonic()
     with pytest.raises(CalculatorError, match=f"^{message}"):
         calculate(expression)
@@ -114,28 +106,7 @@ def test_no_text_is_an_exception_and_only_calls_are_answered(text):
     ],
 )
 def test_calculator_answers_each_call_of_a_turn_in_order(text, reply):
-    """A broken call is answered by how to write it."""
     assert answer(text) == reply
-
-
-_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-
-def test_problems_of_several_steps_are_right():
-    """Each step goes on from the one before."""
-    rows = generate("train", 500, 1, SYNTHETIC_STEPS)
-    assert len({row["question"] for row in rows}) == 500
-    assert rows == generate("train", 500, 1, SYNTHETIC_STEPS) != generate("train", 500, 2, SYNTHETIC_STEPS)
-    lengths = set()
-    for row in rows:
-        steps = re.findall(r"<<(\d+)([-+*])(\d+)=(\d+)>>", row["answer"])
-        lengths.add(len(steps))
-        for number, (a, op, b, result) in enumerate(steps):
-            assert _OPERATORS[op](int(a), int(b)) == int(result) > 0 and int(b) > 10
-            assert number == 0 or a == steps[number - 1][3]
-        assert gold_answer(row) == steps[-1][3]
-        assert re.findall(r"\d+", row["question"]) == [steps[0][0], *(b for _, _, b, _ in steps)]
-    assert lengths == {2, 3}
 
 
 def demonstrations(**flaws):
@@ -144,15 +115,12 @@ def demonstrations(**flaws):
     return [(row, demonstration(row, random.Random(0), recipe)) for row in rows]
 
 
-def test_demonstrations_call_once_a_step_and_box_the_answer():
-    """Without flaws, every demonstration boxes the gold answer."""
+@pytest.mark.parametrize("flaw", ["forgotten_call", "miscopied", "malformed"])
+def test_each_flaw_is_what_it_is_called(flaw):
+    """Without flaws, every demonstration calls once a step, and boxes the gold answer."""
     for row, chat in demonstrations():
         assert [m["role"] for m in chat] == ["user", *["assistant", "tool"] * row["answer"].count("<<"), "assistant"]
         assert chat[-1]["content"] == rf"\boxed{{{gold_answer(row)}}}"
-
-
-@pytest.mark.parametrize("flaw", ["forgotten_call", "miscopied", "malformed"])
-def test_each_flaw_is_what_it_is_called(flaw):
     for row, chat in demonstrations(**{flaw: 1.0}):
         steps, calls = row["answer"].count("<<"), [m["content"] for m in chat if m["role"] == "tool"]
         assert len(calls) == {"forgotten_call": 2, "miscopied": steps, "malformed": 2 * steps}[flaw]
@@ -165,6 +133,16 @@ def test_each_flaw_is_what_it_is_called(flaw):
 def env(make_env):
     sizes = {"group_size": 2, "max_token_length": 200, "train_size": 20, "eval_size": 20}
     return make_env(CalculatorEnv, dataset_name=SYNTHETIC_STEPS, **sizes)
+
+
+def test_calculator_scores_have_no_length_penalty(env, node):
+    """Right is 1 in the units of the turns' values, however long."""
+    problem = env.train[0]
+    right = rf"\boxed{{{gold_answer(problem)}}}"
+    nodes = [node(env, right, prompt=150), node(env, "<call>1 + 1</call>", right, prompt=180)]
+    assert min(len(each.tokens) for each in nodes) > 100
+    assert asyncio.run(env.scores(problem, [right, right], nodes)) == [1.0, 1.0]
+    assert asyncio.run(env.scores(problem, [right, ""], nodes)) == [1.0, -1.0]
 
 
 def test_calculator_environment_tells_the_policy_of_its_tool(env):

@@ -55,10 +55,7 @@ def sandbox():
 @pytest.mark.parametrize("row", ROWS, ids=["humaneval", "mbpp", "sanitized"])
 def test_code_environment_formats_accept_their_own_solution(sandbox, row):
     problem = read_problem(row, "row 0")
-    for answer in (
-        problem["gold"],
-        f"<think>```python\nno\n```</think>So:\n```python\n{problem['gold']}\n```\nIt counts.",
-    ):
+    for answer in (problem["gold"], f"<think>```python\nno\n```</think>So:\n```python\n{problem['gold']}\n```\nAh."):
         assert sandbox.check(job(problem, answer)).why == "passed"
     wrong = problem["gold"].replace("half(x)", "x").replace("* r * r", "* r").replace("1 + count", "2 + count")
     assert sandbox.check(job(problem, wrong)).why == "wrong"
@@ -110,9 +107,8 @@ def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch, caplog)
     for split, count in (("train", 5), ("test", 3)):
         pq.write_table(pa.Table.from_pylist(rows(count)), folder / f"{split}-00000-of-00001.parquet")
     single = tmp_path / "HumanEval.jsonl"
-    single.write_text(
-        "".join(json.dumps({**HUMANEVAL, "prompt": f"# {i}\n{HUMANEVAL['prompt']}"}) + "\n" for i in range(40))
-    )
+    humaneval = [{**HUMANEVAL, "prompt": f"# {i}\n{HUMANEVAL['prompt']}"} for i in range(40)]
+    single.write_text("".join(json.dumps(row) + "\n" for row in humaneval))
     tables = tmp_path / "all.parquet"
     pq.write_table(pa.Table.from_pylist(rows(40)), tables)
     assert [len(load_problems(str(folder), split, None, None, 0)) for split in ("train", "test")] == [5, 3]
@@ -133,7 +129,6 @@ def test_code_environment_reads_files_and_folders(tmp_path, monkeypatch, caplog)
 
 
 def test_code_environment_problems_are_right_and_held_out(sandbox):
-    """The problems are generated."""
     test, train = list(generate("test", 300)), list(generate("train", 3000, 1))
     assert not {row["text"] for row in test} & {row["text"] for row in train} and len({r["text"] for r in test}) == 300
     assert test == list(generate("test", 300)) and train[:9] != list(generate("train", 9, 2))
@@ -154,9 +149,8 @@ def test_code_environment_policy_is_shown_flawed_programs():
     shown = [(chat[0]["content"], chat[1]["content"]) for chat in chats]
     below = [answer for question, answer in shown if "less than" in question or "at most" in question]
     assert 0.55 < sum(">" in answer for answer in below) / len(below) < 0.65
-    assert all(
-        "<" not in answer for question, answer in shown if "less than" not in question and "at most" not in question
-    )
+    others = [answer for question, answer in shown if "less than" not in question and "at most" not in question]
+    assert not any("<" in answer for answer in others)
     assert all(re.fullmatch(r"```python\ndef \w+\(xs\):\n    return .+\n```", answer) for _, answer in shown)
 
 

@@ -39,27 +39,21 @@ def test_only_a_boxed_and_equal_number_is_right(text, gold, expected):
     assert is_correct(text, gold) is expected
 
 
-def test_the_length_penalty_begins_at_half_of_the_limit():
-    assert [length_penalty(n, 100) for n in (10, 50, 75, 100, 120)] == [1.0, 1.0, 0.5, 0.0, 0.0]
-
-
 ITEM = {"question": "?", "answer": "#### 7"}
 
 
 def test_gsm8k_mixed_group_scores_plus_and_minus_one(env, node):
-    """The group has the sampled tokens and logprobs."""
+    """The group has the sampled tokens and logprobs. Where all are right, long answers get less."""
     nodes = [node(env, rf"\boxed{{{n}}}") for n in (7, 8, 7, 9)]
     group = asyncio.run(env.score(ITEM, nodes))
     assert group["scores"] == [1.0, -1.0, 1.0, -1.0] and all(type(score) is float for score in group["scores"])
     assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
     assert group["inference_logprobs"] == [n.logprobs for n in nodes]
     assert env.percent_correct_buffer == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_where_all_are_right_long_answers_get_less(env, node):
     nodes = [node(env, r"\boxed{7}"), node(env, r"\boxed{7}", prompt=70)]
     scores = asyncio.run(env.score(ITEM, nodes))["scores"]
     assert scores[0] == 1.0 and 0 < scores[1] < 1
+    assert [length_penalty(n, 100) for n in (10, 50, 75, 100, 120)] == [1.0, 1.0, 0.5, 0.0, 0.0]
 
 
 def test_answers_stay_below_the_trainers_limit(env):
@@ -91,7 +85,6 @@ def test_an_evaluation_tells_how_it_sampled(env, temperature):
 
 
 def test_gsm8k_leaves_out_problems_without_room_for_an_answer(env, caplog):
-    """Where no held-out problem has room, that is an error."""
     longest = max(len(env.tokenizer.encode(row["question"])) for row in env.test)
     room = [row for row in env.test if len(env.tokenizer.encode(row["question"])) < longest]
     prompt = env.tokenizer.apply_chat_template(env.messages(room[0]), tokenize=False, add_generation_prompt=True)

@@ -116,6 +116,15 @@ def test_difficulty_pools_follow_the_environments_own_scores(make_env):
     assert [*env.pool.values()] == [0.5] and sorted(env.stage_scores) == [0.5, 0.625]
 
 
+@pytest.mark.parametrize(("size", "follows"), [(2, False), (1, True)])
+def test_one_score_that_is_left_of_a_group_says_nothing(make_env, size, follows):
+    """Neither that the item is always or never solved, nor that its level is; of groups of one there is no more."""
+    items = [{"level": 1, "scores": [1.0]}]
+    env = make_env(ScoredEnv, items=items, group_size=size, difficulty_pools=0.5, curriculum_threshold=0.5)
+    asked(env, 1)
+    assert (bool(env.pool), bool(env.stage_scores)) == (follows, follows)
+
+
 def curriculum(threshold, scores, **options):
     """An environment with three levels; ``scores[level]`` are its groups'."""
     items = [{"number": n, "level": level, "scores": scores[level]} for level in scores for n in range(10)]
@@ -167,6 +176,31 @@ def test_difficulty_pools_hold_what_has_come_back(make_env):
     assert len(env.pool) == sum(item["solved"] != "mixed" for item in found[:30])
 
 
+def test_items_in_flight_at_a_checkpoint_come_again(make_env, tmp_path):
+    """And those of the backlog: each is rolled out once in its epoch. What is no training item is not saved."""
+    env, resumed, again, old = (make_env(ScoredEnv, items=POOLED) for _ in range(4))
+    for each in (env, resumed, again, old):
+        each.checkpoint_dir, each.wandb_prepend, each.curr_step = str(tmp_path), "scored_0", 7
+    begun = asked(env, 50, delay=8)
+    env.backlog = [begun[41], {"number": 99}]
+    env.running_items.pop("42")
+    env.save_checkpoint(7)
+    resumed.load_checkpoint()
+    assert resumed.backlog == [begun[41], *begun[43:]]
+    done = [*begun[:41], begun[42], *resumed.backlog, *asked(resumed, 10)]
+    assert sorted(map(json.dumps, done)) == sorted(map(json.dumps, POOLED))
+    resumed.save_checkpoint(8)
+    again.curr_step = 8
+    again.load_checkpoint()
+    assert again.backlog == resumed.backlog, "of a run that is resumed twice"
+    path = tmp_path / "env_checkpoints/scored_0/step-7.json"
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "unfinished"})
+    )
+    old.load_checkpoint()
+    assert old.position == 50 and old.backlog == []
+
+
 @pytest.mark.parametrize(("train", "test"), [(0, 81), (81, 0)])
 def test_a_split_without_items_is_refused_before_the_start(train, test):
     class Few(GSM8kEnv):
@@ -185,7 +219,8 @@ def test_curriculum_needs_levels_and_names_the_item(tmp_path):
     items.write_text('{"level": 1}\n{"level": "2"}\n{"level": 3}\n')
     message = r"--env.curriculum_threshold=0.8: item 2 has no number 'level': \{'level': '2'\}; give each item one"
     with pytest.raises(ConfigurationError, match=message):
-        ProgramEnv.check_config(ProgramEnvConfig(command="true", items=str(items), curriculum_threshold=0.8))
+        program = {"command": "true", "items": str(items), "held_out": str(items)}
+        ProgramEnv.check_config(ProgramEnvConfig(**program, curriculum_threshold=0.8))
     with pytest.raises(ConfigurationError, match="item 1 has no number 'level'"):
         GSM8kEnv.check_config(GSM8kEnvConfig(dataset_name="synthetic", train_size=9, curriculum_threshold=0.8))
     GSM8kEnv.check_config(CalculatorEnvConfig(dataset_name=SYNTHETIC_STEPS, train_size=9, curriculum_threshold=0.8))

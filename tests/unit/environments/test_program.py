@@ -19,7 +19,7 @@ from helpers.agents import adds
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.squatter import needs_root
 from recipe.atropos.adapter.recorded_calls import cause_of
-from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, read_reward
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig, SessionFailed, parted, read_reward
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.sessions.client import Opened
@@ -43,8 +43,8 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
     handle.model_name = str(tmp_path / "model")
     with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=list(replies))) as sessions:
         config = ProgramEnvConfig(
-            tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
-            use_wandb=False, parallel=1, **fields,
+            tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
+            sessions_url=sessions.url, use_wandb=False, parallel=1, **fields,
         )  # fmt: skip
         env = ProgramEnv(config, [handle], slurm=False)
 
@@ -218,16 +218,13 @@ def test_program_folder_that_cannot_be_removed_costs_nothing(tmp_path, monkeypat
 
 @pytest.mark.parametrize("output", ['{"done": true}', '"bye"', "[1]", "null", "[" * 100_000, "bye"])
 def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
-    """Not the last that is JSON."""
+    """Of its standard output; not the last that is JSON. What it writes to standard error, as a bar of progress, may
+    end without a line, or be a number."""
     script = tmp_path / "agent.py"
-    script.write_text(f"print(0.25)\nprint('{{\"reward\": 0.5}}')\nprint({output!r})")
-    assert printed(f"{sys.executable} {script}") == 0.5
-
-
-def test_program_reward_is_read_from_standard_output_alone(tmp_path):
-    """What it writes to standard error, as a bar of progress, may end without a line, or be a number."""
-    script = tmp_path / "agent.py"
-    script.write_text("import sys\nsys.stderr.write('7\\n 50%')\nprint(0.5, flush=True)\nsys.stderr.write('\\n8\\n')")
+    script.write_text(
+        "import sys\nsys.stderr.write('7\\n 50%')\nprint(0.25, flush=True)\n"
+        f"print('{{\"reward\": 0.5}}')\nprint({output!r}, flush=True)\nsys.stderr.write('\\n8\\n')"
+    )
     assert printed(f"{sys.executable} {script}") == 0.5
 
 
@@ -239,13 +236,9 @@ def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     assert printed("env sh agent.sh") == 0.5
     (tmp_path / "agent.sh").chmod(0o700)
     assert printed("./agent.sh") == 0.5
-
-
-def test_program_module_is_found_beside_a_folder_of_its_name(tmp_path, monkeypatch):
-    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent").mkdir()  # and a module with -m
     (tmp_path / "agent" / "__main__.py").write_text("print(0.5)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     assert printed(f"{sys.executable} -m agent") == 0.5
 
 
@@ -271,28 +264,37 @@ def test_program_rewards_are_finite_numbers(result, caplog):
     assert "give a finite number" in caplog.text
 
 
-@pytest.mark.parametrize("item", [{"n": 10**20}, {"text": "\ud83d"}])
-def test_program_items_that_cannot_be_sent_are_named(tmp_path, item):
-    path = tmp_path / "items.jsonl"
-    path.write_text("1\n" + json.dumps(item))
-    with pytest.raises(ConfigurationError, match="item 2 cannot be sent"):
-        ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path), held_out=str(path)))
+def test_program_items_that_are_held_out_are_not_trained_on():
+    """A fifth of the different ones, wherever they are in the file and however often."""
+    items = [{"a": n % 10, "b": [n % 2]} for n in range(50)]
+    train, test = parted(ProgramEnvConfig(), items, None)
+    assert len(train) == 40 and len(test) == 10 and not [item for item in test if item in train]
+    again, held_out = parted(ProgramEnvConfig(), [dict(reversed(item.items())) for item in items[::-1]], None)
+    assert (again, held_out) == (train[::-1], test[::-1])
+    assert [*map(len, parted(ProgramEnvConfig(), items[:2], None))] == [1, 1]
+    assert parted(ProgramEnvConfig(train_size=1, eval_size=1), items, items) == (items[:1], items[:1])
 
 
-def test_program_items_may_hold_line_separators_of_unicode(tmp_path):
-    path, item = tmp_path / "items.jsonl", {"text": "a\u2028b\x85c"}
-    path.write_text(json.dumps(item, ensure_ascii=False) + "\n")
-    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path)))[0] == [item]
+def test_program_items_of_which_none_can_be_held_out_are_refused():
+    message = r"the items are 3 times \{'a': 1\}: none can be held out; give others for evaluation with --env.held_out"
+    with pytest.raises(ConfigurationError, match=message):
+        parted(ProgramEnvConfig(), [{"a": 1}] * 3, None)
 
 
 def test_program_items_that_cannot_be_read_are_named(tmp_path, monkeypatch):
-    """Lines that are no JSON, and data sets that are not there."""
-    path = tmp_path / "items.jsonl"
-    path.write_text("1\n\n{'a': 1}")
+    """Lines that are no JSON, values that cannot be sent, and data sets that are not there."""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    for items, expected in (
-        (path, ".*items.jsonl line 3 is not JSON: Expecting"),
-        ("no/such", "no/such: .*give a"),
+    path = tmp_path / "items.jsonl"
+    path.write_text(json.dumps(item := {"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    assert ProgramEnv.load(ProgramEnvConfig(command="true", items=str(path), held_out=str(path)))[0] == [item], (
+        "lines end as JSON's do"
+    )
+    for lines, items, expected in (
+        ("1\n\n{'a': 1}", path, "--env.items=.*items.jsonl line 3 is not JSON: Expecting"),
+        ("1\n" + json.dumps({"n": 10**20}), path, "item 2 cannot be sent"),
+        ("1\n" + json.dumps({"text": "\ud83d"}), path, "item 2 cannot be sent"),
+        ("", "no/such", "--env.items=no/such: .*give a"),
     ):
-        with pytest.raises(ConfigurationError, match=f"--env.items={expected}"):
-            ProgramEnv.load(ProgramEnvConfig(command="true", items=str(items)))
+        path.write_text(lines)
+        with pytest.raises(ConfigurationError, match=expected):
+            ProgramEnv.load(ProgramEnvConfig(command="true", items=str(items), held_out=str(path)))

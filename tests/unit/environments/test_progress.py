@@ -39,18 +39,18 @@ def test_progress_is_the_share_of_the_worked_solution(results, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("12 + 7 = 19 and 19 - 4 = $15.", 1 / 3), ("12 + 7 =19, 20 - 4 = 16", -1 / 3), ("19 and 15", -1)],
+    ("steps_done", "text", "expected"),
+    [
+        (gsm8k.steps_done, "12 + 7 = 19 and 19 - 4 = $15.", 1 / 3),
+        (gsm8k.steps_done, "12 + 7 =19, 20 - 4 = 16", -1 / 3),
+        (gsm8k.steps_done, "19 and 15", -1),
+        (calculator.steps_done, "<call>12 + 7</call>\n19\n<call>1 +</call>", -1 / 3),
+        (calculator.steps_done, "19, 15: I guess", -1),
+        (calculator.steps_done, "<call>12 + 7</call><call>19 - 4</call>", 1 / 3),  # without a reply
+    ],
 )
-def test_progress_of_an_answer(text, expected):
-    assert gsm8k.steps_done(ROW, text) == pytest.approx(expected)
-
-
-def test_progress_of_calls_needs_no_reply():
-    call = "<call>{}</call>".format
-    assert calculator.steps_done(ROW, call("12 + 7") + "\n19\n" + call("1 +")) == pytest.approx(-1 / 3)
-    assert calculator.steps_done(ROW, "19, 15: I guess") == -1
-    assert calculator.steps_done(ROW, call("12 + 7") + call("19 - 4")) == pytest.approx(1 / 3)
+def test_progress_of_an_answer_or_of_calls(steps_done, text, expected):
+    assert steps_done(ROW, text) == pytest.approx(expected)
 
 
 def test_credit_of_calls(make, node):

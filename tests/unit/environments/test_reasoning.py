@@ -1,12 +1,16 @@
 """The environment over reasoning-gym, and the policy that is taught its sums."""
 
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.items import asked
 from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
-from recipe.atropos.environments.reasoning import ReasoningEnv, dataset, held_out, score
+from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
+from recipe.atropos.launcher.environment_processes import environment_secrets
+from recipe.atropos.utils.machine import run_program
 
 
 @pytest.fixture
@@ -15,20 +19,50 @@ def make(make_env):
 
 
 def test_reasoning_holds_out_no_training_problem(make):
-    """A seed changes only the training problems."""
+    """A seed changes only the training problems. Where all are held out, that is an error."""
     envs = [make(seed=seed, eval_size=64) for seed in (0, 1)]
     held_back, held_back_too = ([problem["question"] for problem in env.test] for env in envs)
     first, other = ([problem["question"] for problem in asked(env, 300)] for env in envs)
     assert held_back == held_back_too and len(set(held_back)) == 64
     assert not set(held_back) & (set(first) | set(other))
     assert first != other and first[1:] != other[:-1], "reasoning-gym's neighbouring seeds are one sequence, shifted"
-
-
-def test_reasoning_says_where_all_problems_are_held_out(make):
+    for task in ("pool_matrix", TASK):  # the first takes seeds of 32 bits only
+        assert held_out(task, "{}", 2) and dataset(task, "{}", 3, 10**9)[2]["question"]
     env = make(train_size=3, eval_size=8)
     env._held_out = {env.train[i]["question"] for i in range(3)}
     with pytest.raises(ValueError, match="all of the 3 training problems are among the"):
         asked(env, 1)
+
+
+def test_reasoning_problems_are_the_same_each_time():
+    """Of a task that draws from Python's own generator too, whose state stays."""
+    random.seed(7)
+    state = random.getstate()
+    found = held_out("list_functions", "{}", 16)
+    assert random.getstate() == state
+    random.seed(8)
+    assert held_out("list_functions", "{}", 16) == found
+    train = dataset("list_functions", "{}", 9, 0)
+    assert train[3] == train[3] == [*train][3] and len(train) == 9
+
+
+def test_processes_of_a_run_have_the_same_hashes(monkeypatch):
+    """Whatever the launcher's own, since the problems of some tasks depend on them."""
+    spec, run = SimpleNamespace(args={}, python=None), SimpleNamespace(environments_key="k", sessions_url=None)
+    run.config = SimpleNamespace(inference=SimpleNamespace(host="127.0.0.1"))
+    found = set()
+    for own in ("1", "2"):
+        monkeypatch.setenv("PYTHONHASHSEED", own)
+        found.add(run_program(sys.executable, "-c", "print(hash('a'))", **environment_secrets(run, spec)))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("randomized", [0, 1])
+def test_reasoning_by_hand_says_that_hashes_differ(randomized, caplog, monkeypatch):
+    python = SimpleNamespace(flags=SimpleNamespace(hash_randomization=randomized))
+    monkeypatch.setattr("recipe.atropos.environments.reasoning.sys", python)
+    ReasoningEnv.load(ReasoningEnvConfig(train_size=1, eval_size=1))
+    assert ("set PYTHONHASHSEED=0" in caplog.text) == randomized
 
 
 @pytest.mark.parametrize(
@@ -56,11 +90,6 @@ def test_reasoning_counts_an_answer_that_the_parser_fails_on(make):
     assert environment.report.counts["unreadable_answers"] == 1
 
 
-def test_every_task_has_problems_for_seeds_of_any_size():
-    for task in ("pool_matrix", TASK):  # the first takes seeds of 32 bits only
-        assert held_out(task, "{}", 2) and dataset(task, "{}", 3, 10**9)[2]["question"]
-
-
 @pytest.mark.parametrize(
     ("task", "settings", "message"),
     [
@@ -77,7 +106,6 @@ def test_a_task_or_setting_that_is_not_there_is_refused_by_name(task, settings, 
 
 
 def test_reasoning_policy_is_taught_sums_that_stop_early():
-    """It is taught right sums too, but none that is held out."""
     rng, task = random.Random(0), dataset(TASK, SETTINGS, 1, 0)
     for problem in held_out(TASK, SETTINGS, 64):
         assert score(task, sum_solution(problem["question"], rng, 0.0), problem) == 1.0

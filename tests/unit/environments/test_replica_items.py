@@ -88,11 +88,13 @@ def test_replicas_ask_each_item_once_an_epoch(make_env):
 
 
 def test_replicas_of_the_adapter_share_generated_tasks(make_env):
-    """Also where the environment has an order of its own."""
+    """Also where the environment has an order of its own. More replicas than items are refused."""
     options = {"task": "chain_sum", "train_size": 20, "eval_size": 2}
     found = [make_env(replica(ReasoningEnv, number, 3), **options) for number in range(3)]
     asking = [{problem["question"] for problem in asked(env, 6)} for env in found]
     assert len(set.union(*asking)) == 18 and all(len(each) == 6 for each in asking)
+    with pytest.raises(ConfigurationError, match="replicas=5: there are 4 items"):
+        make_env(replica(NumberedEnv, 4, 5), size=4)
 
 
 class LeveledEnv(NumberedEnv):
@@ -108,11 +110,6 @@ def test_replicas_have_a_curriculum_of_their_own_items(make_env):
     """It begins with the lowest level that they have; one of all items would leave them nothing to ask, for ever."""
     found = [make_env(replica(LeveledEnv, number, 3), curriculum_threshold=0.5) for number in range(3)]
     assert [[item["level"] for item in asked(env, 3)] for env in found] == [[0] * 3, [1] * 3, [2] * 3]
-
-
-def test_more_replicas_than_items_are_refused(make_env):
-    with pytest.raises(ConfigurationError, match="replicas=5: there are 4 items"):
-        make_env(replica(NumberedEnv, 4, 5), size=4)
 
 
 def test_resumed_replica_goes_on_with_its_items(make_env, tmp_path, caplog):

@@ -65,6 +65,4 @@ def test_single_turn_logs_counts_with_and_without_adapter(model_path, prepare):
         "eval/accuracy": 0.25,
     }
     asyncio.run(env.wandb_log())
-    assert env.logged["env/unreadable_answers"] == 2 and not {"train/percent_correct", "eval/accuracy"} & set(
-        env.logged
-    )
+    assert env.logged["env/unreadable_answers"] == 2 and not {"train/percent_correct", "eval/accuracy"} & {*env.logged}

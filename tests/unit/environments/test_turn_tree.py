@@ -52,10 +52,8 @@ def test_keys_may_be_a_turn_tree(keys):
     for group in collected(keys(tree_roots=3), presses(), groups=4):
         branches = group["group_overrides"]["branches"]
         assert branches[:3] == [None] * 3 and any(branches)
-        for values, masks, branch in zip(
-            group["group_overrides"]["turn_values"], group["masks"], branches, strict=True
-        ):
-            assert len(values) == 5 == len(list(trained_spans(masks))) + (branch[1] if branch else 0)
+        for values, mask, branch in zip(group["group_overrides"]["turn_values"], group["masks"], branches, strict=True):
+            assert len(values) == 5 == len(list(trained_spans(mask))) + (branch[1] if branch else 0)
         assert group["scores"] == [values[-1] for values in group["group_overrides"]["turn_values"]]
         add_credit(group, Credit(lam=0.0))
         assert any(map(any, group["advantages"]))
@@ -69,7 +67,7 @@ def test_a_trees_groups_have_their_budget_on_average(keys):
     def words(chat):
         return "-" * random.choice(lengths)
 
-    groups = collected(keys(tree_roots=2, tree_tokens=budget, group_size=24, max_answer_tokens=30), words, groups=60)
+    groups = collected(keys(tree_roots=2, tree_tokens=budget, group_size=24, max_answer_tokens=30), words, groups=45)
     sizes = [len(group["tokens"]) for group in groups]
     assert sizes[0] == 24 and len(set(sizes[20:])) > 1, "without experience as many as there may be"
     assert all(group["group_overrides"].get("group_size", 24) == len(group["tokens"]) for group in groups)
@@ -105,14 +103,9 @@ def test_a_turn_tree_is_refused_where_there_can_be_none(keys, make_env):
         with pytest.raises(ConfigurationError, match=f"--env.{name}={value} for Forgetful: .*resettable is False"):
             make_env(Forgetful, **options)
     make_env(Forgetful)
-    for options in (
-        {"tree_tokens": 9},
-        {"tree_tokens": 9, "value_continuations": 3},
-        {"value_continuations": 3, "tree_roots": 2},
-    ):
-        with pytest.raises(
-            ConfigurationError, match="give tree_roots, alone or with tree_tokens, or value_continuations"
-        ):
+    tokens, values = {"tree_tokens": 9}, {"value_continuations": 3}
+    for options in (tokens, tokens | values, values | {"tree_roots": 2}):
+        with pytest.raises(ConfigurationError, match="give tree_roots, alone or with tree_tokens, or value_c"):
             keys(**options)
     with pytest.raises(ValueError, match="(?s)tree_roots.*greater than or equal to 2"):
         keys(tree_roots=1)  # its first decision would be compared with nothing

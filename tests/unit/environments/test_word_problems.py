@@ -1,5 +1,6 @@
 """The generated problems and the ones that are read."""
 
+import operator
 import re
 import subprocess
 import sys
@@ -28,21 +29,33 @@ def test_the_splits_share_no_problem_whatever_the_seeds(dataset, least):
     assert {split_of(text) for text in test} == {"test"} and {split_of(text) for text in train} == {"train"}
 
 
-@given(st.sampled_from(["train", "test"]), st.integers(1, 60), st.integers(0, 5))
-def test_rows_are_distinct_and_in_gsm8ks_format(split, size, seed):
-    rows = generate(split, size, seed)
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+
+DATASETS, SPLITS = st.sampled_from([SYNTHETIC, SYNTHETIC_STEPS]), st.sampled_from(["train", "test"])
+
+
+@given(DATASETS, SPLITS, st.integers(1, 60), st.integers(0, 5))
+def test_rows_are_distinct_and_in_gsm8ks_format(dataset, split, size, seed):
+    """Each step goes on from the one before."""
+    rows = generate(split, size, seed, dataset)
     assert len({row["question"] for row in rows}) == size
     for row in rows:
-        a, operator, b, shown, repeated = re.search(r"<<(\d+)([-+])(\d+)=(\d+)>>(\d+)", row["answer"]).groups()
-        value = int(a) + int(b) if operator == "+" else int(a) - int(b)
-        assert int(shown) == int(repeated) == int(gold_answer(row)) == value and 0 < value <= 20
-        assert re.findall(r"\d+", row["question"]) == [a, b]
+        steps = re.findall(r"<<(\d+)([-+*])(\d+)=(\d+)>>(\d+)", row["answer"])
+        before = [None, *(result for _, _, _, result, _ in steps)]
+        for last, (a, op, b, result, repeated) in zip(before, steps, strict=False):
+            assert last in (None, a) and result == repeated
+            assert OPERATORS[op](int(a), int(b)) == int(result) > 0
+            assert int(result) <= 20 if dataset == SYNTHETIC else int(b) > 10
+        assert gold_answer(row) == result and len(steps) == row.get("level", 1)
+        assert re.findall(r"\d+", row["question"]) == [steps[0][0], *(b for _, _, b, _, _ in steps)]
+        assert len(steps) in ([1] if dataset == SYNTHETIC else [2, 3])
 
 
 def test_another_process_generates_the_same_rows():
     code = "from recipe.atropos.environments.word_problems import generate; print(generate('test', 20, 3))"
     outputs = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(2)}
-    assert outputs == {f"{generate('test', 20, 3)}\n"}
+    assert outputs == {f"{generate('test', 20, 3)}\n"} != {f"{generate('test', 20, 4)}\n"}
 
 
 def test_more_problems_than_there_are_is_an_error(monkeypatch):

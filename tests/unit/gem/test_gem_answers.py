@@ -21,6 +21,10 @@ from recipe.atropos.gem.outer_policy import as_served
         ("abc", {"max_tokens": 3}, ("abc", "abc", "length")),
         ("abc", {"max_tokens": 1}, ("a", "a", "length")),
         ("ab;c!d", {"stop": ("!", ";c")}, ("ab", "ab;c", "stop")),
+        ("ab;;c", {"stop": (";", ";;")}, ("ab", "ab;", "stop")),
+        ("ab;;c", {"stop": (";;", ";")}, ("ab", "ab;", "stop")),
+        ("ab;cd", {"stop": ("b;c", ";")}, ("ab", "ab;", "stop")),
+        ("ab;c", {"stop": ("b;", ";")}, ("a", "ab;", "stop")),
         ("abc;d", {"stop": (";",), "max_tokens": 2}, ("ab", "ab", "length")),
     ],
 )

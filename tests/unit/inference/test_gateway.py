@@ -14,6 +14,7 @@ from yarl import URL
 from helpers.gateway import HEADERS, KEY, behind_a_gateway
 from helpers.squatter import NOBODY, needs_root, squatted
 from recipe.atropos.inference import gateway
+from recipe.atropos.inference.lora_routing import GENERATES
 from recipe.atropos.inference.pool import NothingAdmitted
 from recipe.atropos.utils.secret import environments_key
 
@@ -29,9 +30,7 @@ def looks_often(monkeypatch):
 @behind_a_gateway(count=1)
 async def test_requests_and_replies_pass_unchanged(client, stub):
     async def teapot(request):
-        return web.Response(
-            status=418, reason="Teapot", body=b"\x00\xff", headers={"Content-Type": "x/y", "X-One": "1"}
-        )
+        return web.Response(status=418, reason="Teapot", body=b"\x00\xff", headers={"Content-Type": "x/y", "X-1": "1"})
 
     await client.admit(stub)
     stub.reply = teapot
@@ -40,7 +39,7 @@ async def test_requests_and_replies_pass_unchanged(client, stub):
     for method in ("POST", "PUT", "DELETE", "GET"):
         async with client.session.request(method, client.url + path, data=body, headers={"X-Mine": "2"}) as reply:
             assert (reply.status, reply.reason, await reply.read()) == (418, "Teapot", b"\x00\xff")
-            assert reply.headers["Content-Type"] == "x/y" and reply.headers["X-One"] == "1"
+            assert reply.headers["Content-Type"] == "x/y" and reply.headers["X-1"] == "1"
         seen_method, seen_path, seen_body, seen_headers = stub.seen[-1]
         assert (seen_method, seen_path, seen_body) == (method, path, body)
         assert seen_headers["X-Mine"] == "2" and seen_headers["Authorization"] == HEADERS["Authorization"]
@@ -71,21 +70,16 @@ async def test_a_stream_passes_piece_by_piece(client, stub):
 
 
 @behind_a_gateway(count=1)
-async def test_the_key_is_asked_for_everywhere(client, stub):
+async def test_secret_key_is_asked_for_everywhere(client, stub):
     await client.admit(stub)
     async with aiohttp.ClientSession() as stranger:
         for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": "Bearer é"}):
             for method, path in (("POST", "/generate"), ("GET", "/gateway/status"), ("PUT", "/gateway/weights")):
                 async with stranger.request(method, client.url + path, headers=headers) as reply:
                     assert reply.status == 401 and "ATROPOS_API_KEY" in await reply.text()
-    assert not stub.seen
-
-
-@behind_a_gateway(count=1)
-async def test_secret_that_is_no_utf8_is_a_wrong_key(client, stub):
     host, port = client.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"GET /gateway/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+    writer.write(b"GET /gateway/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")  # no UTF-8
     assert (await reader.readline()).split()[1] == b"401"
     writer.close()
     assert not stub.seen
@@ -117,6 +111,7 @@ async def test_nothing_is_admitted_but_by_the_trainer(client, first, second):
         (b'{"version": 1, "servers": "http://a"}', "got `str` - at `$.servers`"),
         (b'{"version": 1, "servers": ["http://nobody:1"]}', "http://nobody:1"),
         (b'{"version": 1, "servers": [], "pushing": "yes"}', "got `str` - at `$.pushing`"),
+        (b'{"version": 1, "servers": [], "adapter": 7}', "got `int` - at `$.adapter`"),
     ],
     ids=lambda value: value.decode() if isinstance(value, bytes) else "",
 )
@@ -145,7 +140,6 @@ async def test_the_load_is_spread(client, *stubs):
 
 @behind_a_gateway(count=1, max_wait=0.5)
 async def test_gateway_tells_a_request_what_it_waited_for(client, stub):
-    """No server takes it in time."""
     status, answer = await client.generate()
     message = answer["error"]["message"]
     assert status == 503 and "waited 0.5 s for the trainer to give its weights" in message
@@ -202,7 +196,6 @@ def test_gateway_takes_requests_of_a_failed_server_to_another(fault):
 
 @behind_a_gateway(count=1)
 async def test_gateway_holds_requests_until_a_server_is_readmitted(client, stub):
-    """They are requests of the last server."""
     await client.admit(stub)
     stub.reply = stub.broken
     request = await client.held()
@@ -249,7 +242,6 @@ async def test_an_idle_server_that_dies_is_found(client, first, second):
 
 @behind_a_gateway()
 async def test_gateway_finds_a_server_that_was_restarted_unnoticed(client, first, second):
-    """Its requests go to another."""
     request = await client.running(first)
     await client.admit(first, second)
     first.version = "default"
@@ -299,7 +291,6 @@ async def test_a_push_takes_no_healthy_server_out(client, first, second):
 
 @behind_a_gateway(count=1)
 async def test_gateway_judges_no_answer_by_a_later_word(client, stub):
-    """The answer is from before the trainer's word on the version."""
     asked, answer = asyncio.Event(), asyncio.Event()
 
     async def slow():
@@ -320,7 +311,6 @@ async def test_gateway_judges_no_answer_by_a_later_word(client, stub):
 
 @behind_a_gateway()
 async def test_gateway_gives_nothing_to_what_the_trainer_leaves_out(client, first, second):
-    """Such a server loses its requests."""
     request = await client.running(first)
     await client.admit(second)
     assert (await request)[1]["text"] == second.url and await client.states() == ["waiting", "admitted"]
@@ -371,3 +361,93 @@ async def test_squat_of_a_dead_server_gets_no_key(client, stub):
         await client.until(lambda: not client.pool.admitted)
         assert "/model_info" in (await client.status())["servers"][0]["last_error"]
     assert len(sent) >= 2 and KEY not in str(sent)  # it is killed, and may not have told of the last
+
+
+# -- a policy that is a LoRA adapter, of which environments know nothing; test_adapter.py has the real servers --------
+
+
+@behind_a_gateway(count=1)
+async def test_adapted_requests_meet_the_adapter_in_force(client, stub):
+    """Replies say its version, whatever the server says."""
+
+    async def ask(path):
+        body = {"prompt": "é", "n": 2, "lora_path": "of the client"}
+        async with client.session.post(f"{client.url}{path}?a=1", json=body) as reply:
+            return reply.status, orjson.loads(await reply.read())
+
+    def said(*spans):
+        names = ("version", "start", "end")
+        spans = [dict(zip(names, span, strict=True)) for span in spans]
+        return [{"meta_info": {"weight_versions": spans, "weight_version": spans[-1]["version"]}}] * 2
+
+    async def across_a_push(request):
+        await asyncio.sleep(0.2)
+        return web.json_response(said(("3", 0, 9), ("4", 9, 12)))
+
+    stub.reply = across_a_push
+    for path in GENERATES:
+        stub.version = "3"  # or a probe would remove it
+        await client.admit(stub, version=3, adapter="policy-3")
+        assert (await client.status())["adapter"] == "policy-3"
+        running = asyncio.create_task(ask(path))
+        await client.until(lambda: stub.seen)
+        await client.admit(stub, version=4, pushing=True, adapter="policy-4")
+        assert (await client.status())["adapter"] == "policy-3", "until the push is done"
+        stub.version = "4"
+        await client.admit(stub, version=4, adapter="policy-4")
+        later = await ask(path)
+        assert await running == (200, said(("3", 0, 12))) and later == (200, said(("4", 0, 12)))
+        for (method, path_qs, body, _), name in zip(stub.seen, ("policy-3", "policy-4"), strict=True):
+            assert (method, path_qs) == ("POST", f"{path}?a=1")
+            assert orjson.loads(body) == {"prompt": "é", "n": 2, "lora_path": name}
+        stub.seen.clear()
+
+
+@behind_a_gateway(count=1)
+async def test_adapted_stream_says_the_version_however_it_is_cut(client, stub):
+    said = b'data: {"text": "\\"weight_version\\": \\"9\\"", "weight_version": "9"}\n\n' * 3 + b"data: [DONE]"
+
+    async def in_pieces(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for i in range(0, len(said), 7):
+            await response.write(said[i : i + 7])
+            await asyncio.sleep(0.001)
+        return response
+
+    stub.reply = in_pieces
+    stub.version = "8"
+    await client.admit(stub, version=8, adapter="policy-8")
+    async with client.session.post(f"{client.url}/generate", json={"stream": True}) as reply:
+        assert await reply.read() == said.replace(b'"weight_version": "9"}', b'"weight_version": "8"}')
+
+
+@behind_a_gateway(count=1)
+async def test_nothing_is_sampled_by_the_base_model(client, stub):
+    await client.admit(stub, adapter="policy-1")
+    for path, body in (("/v1/responses", b"{}"), ("/generate", b"[1]"), ("/generate", b'{"a": NaN}')):
+        async with client.session.post(client.url + path, data=body) as reply:
+            assert reply.status == 400 and f"POST {path} ".encode() in await reply.read()
+    assert not stub.seen
+    for method, path in (("POST", "/tokenize"), ("GET", "/v1/models")):
+        async with client.session.request(method, client.url + path, data=b"text") as reply:
+            assert reply.status == 200 and stub.seen[-1][:3] == (method, path, b"text")
+    await client.admit(stub)
+    async with client.session.post(f"{client.url}/v1/responses", data=b"{}") as reply:
+        assert reply.status == 200, "whole weights need no name"
+
+
+@behind_a_gateway(count=2)
+async def test_adapted_server_that_lost_the_adapter_is_taken_out(client, first, second):
+
+    async def refuse(request):
+        return web.json_response({"error": {"message": "no such adapter, or a bad request"}}, status=400)
+
+    await client.admit(first, second, adapter="policy-1")
+    first.reply = second.reply = refuse
+    assert (await client.generate())[0] == 400 and await client.states() == ["admitted", "admitted"]
+    second.reply = second.answer
+    first.version = "default"
+    for _ in range(2):
+        assert (await client.generate())[1]["text"] == second.url
+    assert await client.states() == ["down", "admitted"]

@@ -80,10 +80,8 @@ def test_alarm_watch_ends_the_run_with_a_chosen_alarm(tmp_path):
     told = "watchdog.stop_on: gradient_not_finite, since step 2: actor/grad_norm=nan, .*learning rate"
     with pytest.raises(AlarmRaised, match=told):
         watch(tmp_path, step(1, unknown_sampling=3.0), step(2, gradient_not_finite=None), options=options)
-    assert [line["alarm"] for line in read_lines(tmp_path / "alarms.jsonl")] == [
-        "unknown_sampling",
-        "gradient_not_finite",
-    ]
+    alarms = ["unknown_sampling", "gradient_not_finite"]
+    assert [line["alarm"] for line in read_lines(tmp_path / "alarms.jsonl")] == alarms
     assert set(summary(tmp_path)) == {"unknown_sampling", "gradient_not_finite"}, "which is known of an ended run too"
 
 

@@ -79,7 +79,6 @@ def test_groups_in_flight_of_presets_are_what_staleness_allows(preset, groups):
     ids=["default", "workers", "workers_per_node", "most", "fewer"],
 )
 def test_groups_in_flight_of_an_environment_may_be_its_own(own, most, expected):
-    """Groups in flight of an environment are its own where it says so."""
     env = Plain.__new__(Plain)
     env.adapter_settings = AdapterSettings(groups_in_flight=256)
     env.config, env.server, env._most_items = BaseEnvConfig(**own), Servers(), most

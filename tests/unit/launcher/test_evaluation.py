@@ -1,4 +1,4 @@
-"""Held-out evaluation: when it is due, of which weights, and what is kept of it."""
+"""Held-out evaluation: when it is due, of which weights, and what is kept of it; and the pages a run leaves."""
 
 import asyncio
 import threading
@@ -10,9 +10,11 @@ import pytest
 
 from helpers.environments.item_env import ItemEnv, ItemEnvConfig
 from helpers.runs import run_of
+from helpers.seeded_runs import healthy_run
 from helpers.trainer import compose_config
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.launcher.evaluation import Evaluations, evaluation_text, heldout_summary, main_metric
+from recipe.atropos.launcher.launch import write_page_of_failure, write_pictures
 from recipe.atropos.launcher.plots import reward_figure
 from recipe.atropos.run.evaluations import (
     NotEvaluated,
@@ -21,7 +23,8 @@ from recipe.atropos.run.evaluations import (
     read_evaluations,
     wait_until_evaluated,
 )
-from recipe.atropos.utils.files import rewrite_lines
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.utils.files import read_lines, rewrite_lines
 
 
 def line(step, env="a", value=0.5):
@@ -50,39 +53,28 @@ def test_evaluation_of_a_resumed_run_repeats_the_unfinished(tmp_path):
     kept = evaluations(tmp_path, "evaluation.every=2")
     assert [spec.name for spec in kept.due(4)] == ["b"]
     asyncio.run(kept.begin(5))
-    assert [(entry["step"], entry["env"]) for entry in read_evaluations(tmp_path)] == [
-        (0, "a"),
-        (0, "b"),
-        (2, "a"),
-        (4, "a"),
-    ]
+    left = [(entry["step"], entry["env"]) for entry in read_evaluations(tmp_path)]
+    assert left == [(0, "a"), (0, "b"), (2, "a"), (4, "a")]
     assert (tmp_path / "evaluation/evaluated").read_text() == "5", "the trainer goes on"
     assert [spec.name for spec in kept.due(2)] == ["b"] and [spec.name for spec in kept.due(6)] == ["a", "b"]
 
 
 def test_an_environment_that_reports_nothing_is_not_asked_again(tmp_path):
+    """And one whose evaluation is off never."""
+    assert [spec.name for spec in evaluations(tmp_path, "environments.a.evaluate=false").due(0)] == ["b"]
     write(tmp_path, line(0), line(0, "b") | {"metrics": {}})
     kept = evaluations(tmp_path)
     asyncio.run(kept.begin(3))
     assert [spec.name for spec in kept.due(9)] == ["a"]
 
 
-def test_environments_whose_evaluation_is_off_are_never_due(tmp_path):
-    kept = evaluations(tmp_path, "environments.a.evaluate=false")
-    assert [spec.name for spec in kept.due(0)] == ["b"]
-
-
 # ---------------------------------------------------------------- the hold
 
 
-def test_evaluation_of_the_first_weights_holds_the_trainer():
-    """Environments sample while they are evaluated."""
+def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
+    """It looks after its servers meanwhile. Environments sample while the first weights are evaluated."""
     assert [version for version in range(7) if needs_evaluation(version, None)] == [0]
     assert [version for version in range(7) if needs_evaluation(version, 3)] == [0, 3, 6]
-
-
-def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
-    """The trainer looks after its servers meanwhile."""
     path, looks = tmp_path / "evaluation" / "evaluated", []
     mark_evaluated(path, -1)
     threading.Timer(2.6, mark_evaluated, (path, 4)).start()
@@ -90,15 +82,8 @@ def test_evaluation_holds_the_trainer_until_the_launchers_word(tmp_path):
     wait_until_evaluated(path, 4, 30, lambda: looks.append(1))
     assert 2 < time.monotonic() - started < 20 and looks
     wait_until_evaluated(path, 3, 0)
-
-
-def test_a_word_that_does_not_come_is_an_error(tmp_path):
-    path = tmp_path / "evaluated"
-    mark_evaluated(path, 3)
-    with pytest.raises(
-        NotEvaluated, match="version 4 of the weights was not evaluated within 0.2 s.*evaluation.timeout"
-    ):
-        wait_until_evaluated(path, 4, 0.2)
+    with pytest.raises(NotEvaluated, match="version 5 .* was not evaluated within 0.2 s.*evaluation.timeout"):
+        wait_until_evaluated(path, 5, 0.2)
 
 
 # ---------------------------------------------------------------- what is found
@@ -151,11 +136,7 @@ def test_numbers_of_numpy_are_kept(tmp_path, model_path):
 @pytest.mark.parametrize(
     ("metrics", "main", "text"),
     [
-        (
-            {"eval/total": 8, "eval/percent_correct": 0.25},
-            "eval/percent_correct",
-            "held-out accuracy 25.0% (8 problems, greedy)",
-        ),
+        ({"eval/total": 8, "eval/accuracy": 0.25}, "eval/accuracy", "held-out accuracy 25.0% (8 problems, greedy)"),
         ({"eval/reward": 1.5, "eval/length": 7}, "eval/reward", "eval/reward 1.5 (greedy)"),
         ({}, None, "evaluate reports nothing: not evaluated any more"),
     ],
@@ -165,7 +146,6 @@ def test_of_all_metrics_one_is_shown(metrics, main, text):
 
 
 def test_evaluation_summary_has_the_first_and_the_newest(tmp_path):
-    """It has them of each environment."""
     failed = {"step": 6, "version": 6, "env": "b", "error": "why"}
     found = ((0, "a", 0.1), (0, "b", 0.2), (3, "a", 0.3), (3, "b", 0.4), (6, "a", 0.5))
     write(tmp_path, *(line(*each) for each in found), failed)
@@ -181,6 +161,11 @@ def test_evaluation_summary_has_the_first_and_the_newest(tmp_path):
 
 
 def test_the_picture_shows_every_evaluation_of_every_environment(tmp_path):
+    """And of the training scores a running mean, once it has more than one point."""
+    for steps, curves in ((5, 1), (6, 2)):
+        lines = [{"step": s, "atropos/mean_score": 0.1 * s} for s in range(1, steps + 1)]
+        rewrite_lines(tmp_path / "metrics.jsonl", lines)
+        assert len(reward_figure(tmp_path).axes[0].lines) == curves
     write(tmp_path, *(line(step, env, step / 10) for step in (0, 3, 6) for env in "ab"), line(0, "c"))
     scores = {"atropos/mean_score": 0.0, "atropos/a/mean_score": 0.5, "atropos/b/mean_score": -0.5}
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps({"step": s, **scores}) + b"\n" for s in range(1, 7)))
@@ -190,7 +175,37 @@ def test_the_picture_shows_every_evaluation_of_every_environment(tmp_path):
     assert {"score, a", "score, b"} <= {curve.get_label() for curve in left.lines}
 
 
-@pytest.mark.parametrize(("steps", "curves"), [(5, 1), (6, 2)])
-def test_the_picture_has_no_mean_of_a_single_point(tmp_path, steps, curves):
-    rewrite_lines(tmp_path / "metrics.jsonl", [{"step": s, "atropos/mean_score": 0.1 * s} for s in range(1, steps + 1)])
-    assert len(reward_figure(tmp_path).axes[0].lines) == curves
+# ---------------------------------------------------------------- what the launcher leaves of a run to look at
+
+
+def test_the_launcher_leaves_a_plot_and_a_page(tmp_path, capsys):
+    run = RunDir(healthy_run(tmp_path))
+    write_pictures(run)
+    page = run.report.read_text()
+    assert run.reward_picture.stat().st_size > 10_000 and "Learned: " in page and "writes this page with them" in page
+    assert capsys.readouterr().out == ""
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, capsys):
+    run = RunDir(healthy_run(tmp_path / "a run"))
+    run.summary.write_text("{")
+    write_pictures(run)
+    told = capsys.readouterr().out
+    assert "summary.json is damaged" in told and f" report '{run.path}' writes it" in told
+    assert not run.report.exists()
+
+
+def test_a_run_that_fails_leaves_a_page_and_says_where(tmp_path, capsys):
+    run = RunDir(healthy_run(tmp_path))
+    write_page_of_failure(run)
+    assert "Learned: " in run.report.read_text() and "report.html: the run up to its end" in capsys.readouterr().out
+    empty = RunDir(tmp_path / "empty")
+    write_page_of_failure(empty)
+    assert not empty.report.exists() and capsys.readouterr().out == ""
+    # Its launcher writes the page, and still holds the folder.
+    run = RunDir(healthy_run(tmp_path / "stopped"))
+    rewrite_lines(run.metrics, read_lines(run.metrics)[:30])
+    with run.lock():
+        write_page_of_failure(run)
+    page = run.report.read_text()
+    assert '"state":"stopped before it was finished"' in page and "Stopped at step 30 of 60." in page

@@ -63,14 +63,10 @@ def check(machine, monkeypatch):
         (
             [],
             {"trainer": {"nvidia-nccl-cu13": "2.29.7"}},
-            "the trainer has 2.29.7, SGLang 2.30.7; trainer-python -m pip install --no-deps nvidia-nccl-cu13==2.30.7",
+            "SGLang 2.30.7; trainer-python .* --no-deps nvidia-nccl-cu13==2",
         ),
         ([DISTRIBUTED], {"server": {"nvidia-nccl-cu13": "2.31.0"}}, "SGLang 2.31.0; "),
-        (
-            [],
-            {"server": {"sglang-kernel": None}},
-            "without its CUDA kernels: server-python -m pip install -r requirements",
-        ),
+        ([], {"server": {"sglang-kernel": None}}, "without its CUDA kernels: server-python -m pip install -r req"),
         ([], {"server": {"Python.h": None}}, r"^server-python has no Python.h, .*python3-dev"),
         ([], {"tools": ("gcc", "c++", "ninja")}, "^there is no nvcc in PATH or /usr/local/cuda, .* set CUDA_HOME"),
         ([], {"nvcc": "12.8"}, "^nvcc is of CUDA 12.8, and SGLang's torch .server-python. of 13.0, .* set CUDA_HOME"),
@@ -78,16 +74,12 @@ def check(machine, monkeypatch):
         (
             [HANDLES],
             {"server": {"torch": "2.11.0+cu130"}},
-            "torch 2.11.0.cu130 of SGLang .server-python. opens none of the trainer's torch 2.13.0: .*transport=disk",
+            "torch 2.11.0.cu130 of SGLang .* opens none of the trainer's torch 2.13.0: .*=disk",
         ),
         (["inference.colocated=true"], {"server": {"torch": "2.12.1"}}, "torch 2.12.1 of SGLang"),
         ([], {"tools": ("gcc", "g++", "nvcc", "ninja")}, "^there is no C.. compiler "),
         ([], {"tools": ("cc", "c++", "nvcc", "ninja")}, "^there is no C compiler "),
-        (
-            [],
-            {"tools": ("gcc", "c++", "nvcc")},
-            "^SGLang compiles kernels with ninja, .*: server-python -m pip install ninja",
-        ),
+        ([], {"tools": ("gcc", "c++", "nvcc")}, "^SGLang compiles kernels with ninja, .* -m pip install ninja"),
     ],
     ids=("trainer server nccl distributed kernels header nvcc old-nvcc new-nvcc handles colocated c++ c ninja").split(),
 )

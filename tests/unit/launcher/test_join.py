@@ -53,9 +53,8 @@ def test_join_with_a_bound_on_staleness_needs_the_adapter():
 
 
 def test_join_from_another_machine_is_told_this_ones_address(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "recipe.atropos.inference.join_commands.reachable_from_others", lambda host: host.replace("0.0.0.0", "other")
-    )
+    asked = "recipe.atropos.inference.join_commands.reachable_from_others"
+    monkeypatch.setattr(asked, lambda host: host.replace("0.0.0.0", "other"))
     for host, shown in (("0.0.0.0", "other"), ("127.0.0.1", "127.0.0.1")):
         run = run_of(config(f"api.host={host}", f"inference.host={host}", "inference.api_key=k"), tmp_path, config())
         Joining(run, "http://127.0.0.1:8000", "http://127.0.0.1:9001").start()
@@ -67,9 +66,8 @@ def test_control_key_is_not_what_joining_commands_show(tmp_path, monkeypatch, ca
     """They show the environments' key, to a terminal alone."""
     run = run_of(config("inference.api_key=of-the-trainer"), tmp_path, config())
     for terminal in (True, False):
-        monkeypatch.setattr(
-            "recipe.atropos.launcher.joining.console.file.isatty", lambda shown=terminal: shown, raising=False
-        )
+        isatty = "recipe.atropos.launcher.joining.console.file.isatty"
+        monkeypatch.setattr(isatty, lambda shown=terminal: shown, raising=False)
         Joining(run, "http://api:8000", "http://server:9001").start()
         told = capsys.readouterr().out
         assert "of-the-trainer" not in told and (environments_key("of-the-trainer") in told) == terminal
@@ -101,21 +99,19 @@ def test_join_takes_credit_for_groups_of_sessions():
         check_config(config("environment.credit={teacher: {base_url: 'http://h:1'}}", "sessions.enabled=true"))
 
 
-def test_join_needs_a_key_that_somebody_can_know(monkeypatch):
+def test_join_waits_long_and_needs_a_key_that_somebody_can_know(monkeypatch):
+    assert DataSourceConfig.from_config(config()).longest_wait == ("join_timeout", 86400)
+    assert DataSourceConfig.from_config(load_config(["preset=demo"])).longest_wait == ("max_wait_time", 600)
+    several = config("environments.one.target=their.env")
+    assert DataSourceConfig.from_config(several).longest_wait[0] == "max_wait_time"
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
     with pytest.raises(ConfigurationError, match="inference.api_key is not set, .* set ATROPOS_API_KEY"):
         check_key(config())
     check_key(config("inference.api_key=k"))
 
 
-def test_join_waits_longer_than_for_an_environment_of_ones_own():
-    assert DataSourceConfig.from_config(config()).longest_wait == ("join_timeout", 86400)
-    assert DataSourceConfig.from_config(load_config(["preset=demo"])).longest_wait == ("max_wait_time", 600)
-    several = config("environments.one.target=their.env")
-    assert DataSourceConfig.from_config(several).longest_wait[0] == "max_wait_time"
-
-
-def test_join_ports_are_the_defaults_where_they_are_free():
+def test_join_ports_are_the_defaults_where_they_are_free(model_path, tmp_path):
+    """A port that is given twice is refused."""
     port = free_port()
     assert default_port(port) == default_port(port) == port
     assert default_port(port, given=[port]) != port, "another service of this run has it"
@@ -124,9 +120,6 @@ def test_join_ports_are_the_defaults_where_they_are_free():
     assert int(other.stdout) != port, "another launcher has chosen it, and does not listen yet"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert default_port(taken.getsockname()[1]) != taken.getsockname()[1]
-
-
-def test_join_ports_given_twice_are_refused(model_path, tmp_path):
     port = free_port()
     overrides = [f"actor_rollout_ref.model.path={model_path}", f"api.port={port}", f"inference.gateway_port={port}"]
     with pytest.raises(ConfigurationError, match=f"api.port and inference.gateway_port: both are {port}"):

@@ -15,15 +15,7 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
-from recipe.atropos.inference.client import InferenceError
-from recipe.atropos.inference.server import (
-    SGLangLaunch,
-    check_saver,
-    declares_flag,
-    packages_of,
-    saver_variables,
-    sglang_command,
-)
+from recipe.atropos.inference.server import SGLangLaunch, check_saver, declares_flag, saver_variables, sglang_command
 from recipe.atropos.launch_services import check_start
 from recipe.atropos.launcher import launch, placement
 from recipe.atropos.launcher.placement import check_environments_placement, place_servers
@@ -31,10 +23,6 @@ from recipe.atropos.launcher.sglang import InferenceServices, plan_servers
 from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.utils import hosts
 from recipe.atropos.utils.gpus import platform_variables
-from recipe.atropos.weight_sync import fleet as asked
-from recipe.atropos.weight_sync.colocated import SharedMemory
-from recipe.atropos.weight_sync.fleet import ServerFleet
-from recipe.atropos.weight_sync.servers import WeightPushError
 
 GSM8K = "preset=gsm8k"
 HEAD = "ray_kwargs.ray_init.address=head:6379"  # of a cluster, whose GPUs are elsewhere
@@ -57,11 +45,9 @@ def placed(*overrides):
         (8, ["trainer.n_gpus_per_node=8", "inference.args.tp_size=2"], True, [0, 2, 4, 6]),
         (4, ["trainer.n_gpus_per_node=4", "inference.args.tp_size=3"], True, [0]),
         (8, ["trainer.n_gpus_per_node=4", "inference.servers=4"], False, [4, 5, 6, 7]),
-        (8, ["trainer.n_gpus_per_node=4", "inference.servers=2", "inference.args.tp=2"], False, [4, 6]),
         (8, ["trainer.n_gpus_per_node=4", "inference.args.tensor-parallel-size=4"], False, [4]),
         (8, ["trainer.n_gpus_per_node=8", "inference.servers=2", "inference.args.tp_size=4"], True, [0, 4]),
         (4, ["trainer.n_gpus_per_node=2", "inference.colocated=true"], True, [0, 1]),
-        (4, ["inference.args.base_gpu_id=3"], False, [3]),
         (2, ["ray_kwargs.ray_init.address=auto"], False, [1]),  # a node of the cluster is here
         (2, ["ray_kwargs.ray_init.address=127.0.0.1:6379"], False, [1]),
         (4, ["inference.args.base-gpu-id=3"], False, [3]),
@@ -70,7 +56,6 @@ def placed(*overrides):
     ],
 )
 def test_placement_shares_gpus_where_they_are_too_few(machine, tmp_path, gpus, overrides, colocated, first):
-    """Where there are enough, each has its own."""
     machine(gpus)
     config, told = placed(*overrides)
     assert config.inference.colocated is colocated
@@ -125,9 +110,8 @@ def test_placement_captures_graphs_for_what_is_in_flight(machine, monkeypatch, t
 )
 def test_placement_that_needs_more_gpus_is_refused(machine, gpus, overrides, needed):
     machine(gpus)
-    with pytest.raises(
-        ConfigurationError, match=f"need {needed} GPUs .*and this machine has {gpus} .*trainer.device=cpu"
-    ):
+    told = f"need {needed} GPUs .*and this machine has {gpus} .*trainer.device=cpu"
+    with pytest.raises(ConfigurationError, match=told):
         placed(*overrides)
 
 
@@ -149,90 +133,6 @@ def test_placement_follows_verls_own_variable(machine, monkeypatch, tmp_path):
     config, _ = placed("trainer.device=cpu", "inference.device=cuda")
     [launch] = plan_servers(run_of(config, tmp_path)).values()
     assert launch.extra_args["base_gpu_id"] == 0, "the trainer has none of them"
-
-
-class Servers:
-    """Answer as SGLang's servers do; those in ``dead`` not at all."""
-
-    def __init__(self, monkeypatch, urls):
-        self.versions, self.calls, self.dead = dict.fromkeys(urls, "1"), [], set()
-        monkeypatch.setattr(asked, "SGLangClient", lambda url, *_, **__: contextlib.nullcontext(Client(self, url)))
-
-    def note(self, url, call):
-        if url in self.dead:
-            raise InferenceError(url, "", "is gone")
-        if call:
-            self.calls.append((url[-1], call))
-
-
-class Client:
-    def __init__(self, servers, url):
-        self.servers, self.url = servers, url
-
-    async def weight_version(self):
-        self.servers.note(self.url, None)
-        return self.servers.versions[self.url]
-
-    def __getattr__(self, name):
-        async def call(tags=()):
-            self.servers.note(self.url, *(tags if name == "resume_memory" else [name]))
-
-        return call
-
-
-@pytest.fixture
-def memory(monkeypatch, tmp_path):
-    urls = ["http://a", "http://b"]
-    servers = Servers(monkeypatch, urls)
-    memory = SharedMemory(ServerFleet(urls, None), "retract", tmp_path / "lent")
-    memory.release(urls)
-    servers.calls.clear()
-    return memory, servers
-
-
-def test_gpu_memory_comes_back_in_two_parts_around_a_push(memory):
-    memory, servers = memory
-    memory.resume_weights()
-    assert sorted(servers.calls) == [("a", "weights"), ("b", "weights")] and memory.mark.exists()
-    servers.calls.clear()
-    servers.versions = dict.fromkeys(servers.versions, "2")
-    memory.resume_caches(2)
-    memory.resume(["http://a", "http://b"])
-    assert sorted(servers.calls) == sorted((url, call) for url in "ab" for call in ("kv_cache", "resume"))
-    assert not memory.mark.exists()
-
-
-def test_gpu_memory_of_servers_that_die_holds_up_nobody(memory):
-    """Who died may be started again as soon as no other waits for its cache; one that was is left alone."""
-    memory, servers = memory
-    servers.dead = {"http://a"}
-    memory.resume_weights()
-    assert servers.calls == [("b", "weights")] and memory.mark.exists()
-    memory.forget(["http://a", "http://b"])
-    assert not memory.mark.exists() and not memory.without_cache
-
-    servers.dead, memory.without_cache = set(), {"http://b": "1"}
-    servers.versions["http://b"] = "default"
-    servers.calls.clear()
-    memory.resume_caches(2)
-    assert not servers.calls, "it was started again, and has all of its memory"
-    servers.dead = {"http://b"}
-    with pytest.raises(WeightPushError, match="http://b"):
-        memory.resume(["http://a", "http://b"])
-
-
-def test_gpu_memory_with_an_unanswered_return_is_remembered(memory):
-    memory, servers = memory
-    whole = servers.note
-
-    def note(url, call):
-        whole(url, call)
-        if call == "weights":
-            raise InferenceError(url, "", "no answer")
-
-    servers.note = note
-    memory.resume_weights()
-    assert memory.without_cache.keys() == {"http://a", "http://b"} and memory.mark.exists()
 
 
 @pytest.mark.parametrize("first", ["tp", "tensor-parallel-size", "tp-size"])
@@ -281,11 +181,7 @@ def test_placement_decides_the_buckets_of_a_push_by_device(device, megabytes):
         config = load_config(["actor_rollout_ref.model.path=m", f"trainer.device={device}", *overrides])
         fill_in(config)
         assert OmegaConf.select(config, bucket) == expected and config.inference.colocated is False
-
-
-def test_placement_on_gpus_recomputes_activations():
-    model = load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda"]).actor_rollout_ref.model
-    assert model.enable_gradient_checkpointing is True
+        assert config.actor_rollout_ref.model.enable_gradient_checkpointing is True
 
 
 def test_placement_flags_for_nccl_on_one_side_are_refused(monkeypatch):
@@ -306,9 +202,8 @@ def test_placement_flags_for_nccl_on_one_side_are_refused(monkeypatch):
 # ---------------------------------------------------------------- memory that is lent
 
 
-@pytest.fixture
-def interpreter(tmp_path):
-    """One whose packages are those of a CUDA build, of a CUDA that no machine has, and a library that needs it."""
+def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(machine, model_path, monkeypatch, tmp_path):
+    """Packages of a CUDA build, of a CUDA that no machine has; what is missing is told at once."""
     folder = tmp_path / "sglang"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     [packages] = folder.glob("lib/python3*/site-packages")
@@ -316,26 +211,17 @@ def interpreter(tmp_path):
         "torch/__init__.py": "",
         "torch/version.py": "cuda = '99.0'\n",
         "torch_memory_saver-0.0.10.dist-info/METADATA": "Name: torch_memory_saver\nVersion: 0.0.10\n",
+        "sglang-0.5.23.dist-info/METADATA": "Name: sglang\nVersion: 0.5.23\n",
         "nvidia/cu99/lib/runtime.c": "int cudaRuntime(void) { return 13; }\n",
         "saver.c": "int cudaRuntime(void); int saver(void) { return cudaRuntime(); }\n",
     }.items():
         (packages / path).parent.mkdir(parents=True, exist_ok=True)
         (packages / path).write_text(text)
-    runtime = packages / "nvidia/cu99/lib"
+    python, runtime = str(folder / "bin/python"), packages / "nvidia/cu99/lib"
     shared = ["gcc", "-shared", "-fPIC"]
     subprocess.run([*shared, "-Wl,-soname,libcudart.so.99", "-o", runtime / "libcudart.so.99", runtime / "runtime.c"])
     library = packages / "torch_memory_saver_hook_mode_preload_cu99.abi3.so"
     subprocess.run([*shared, "-o", library, packages / "saver.c", runtime / "libcudart.so.99"], check=True)
-    packages_of.cache_clear()
-    saver_variables.cache_clear()
-    yield str(folder / "bin/python"), library, runtime
-    packages_of.cache_clear()
-    saver_variables.cache_clear()
-
-
-def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatch):
-    """The library finds CUDA's runtime."""
-    python, library, runtime = interpreter
     alone = subprocess.run([python, "-c", ""], env={"LD_PRELOAD": str(library)}, capture_output=True)
     assert alone.returncode == 127, "the loader does not look where pip puts CUDA's runtime"
     check_saver(python)
@@ -349,28 +235,21 @@ def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(interpreter, monkeypatc
     assert sglang_command(lending)[1]["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"] == "0", "else no room for a bucket"
     assert "LD_LIBRARY_PATH" not in sglang_command(SGLangLaunch("m", python=python, port=1, device="cuda"))[1]
 
-
-def test_gpu_memory_that_cannot_be_released_is_told_at_once(interpreter, machine, model_path, tmp_path):
-    python, library, runtime = interpreter
     machine(1)
     (runtime / "libcudart.so.99").rename(runtime / "moved")
-    with pytest.raises(
-        LaunchError, match=r"does not start with .*_cu99.* libcudart.so.99: .*install nvidia-cuda-runtime"
-    ):
+    with pytest.raises(LaunchError, match=r"does not start with .*_cu99.* libcudart.so.99: .*nvidia-cuda-runtime"):
         check_saver(python)
     library.unlink()
     with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
         check_saver(python)
-    (library.parent / "sglang-0.5.23.dist-info").mkdir()
-    (library.parent / "sglang-0.5.23.dist-info/METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
     options = ["trainer.device=cuda", "inference.colocated=true", f"inference.python={python}"]
     config = load_config([f"actor_rollout_ref.model.path={model_path}", *options])
     with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
         check_start(run_of(config, tmp_path))
-    (library.parent / "torch/version.py").write_text("cuda = None\n")
+    (packages / "torch/version.py").write_text("cuda = None\n")
     with pytest.raises(LaunchError, match="has torch for a CPU"):
         check_saver(python)
-    (library.parent / "torch_memory_saver-0.0.10.dist-info/METADATA").unlink()
+    (packages / "torch_memory_saver-0.0.10.dist-info/METADATA").unlink()
     with pytest.raises(LaunchError, match="has no package torch_memory_saver: .*pip install torch-memory-saver"):
         check_saver(python)
     with pytest.raises(LaunchError, match="inference.python=/nope/python does not run"):
@@ -434,10 +313,7 @@ ENVIRONMENT_BY_RAY = "environment.placement=ray"
     ("overrides", "message"),
     [
         ([], "environment.placement=ray: the run joins no Ray cluster; set ray_kwargs.ray_init.address"),
-        (
-            [HEAD, "api.host=127.0.0.1"],
-            "api.host=127.0.0.1 with environment.placement=ray: other nodes do not reach it",
-        ),
+        ([HEAD, "api.host=127.0.0.1"], "api.host=127.0.0.1 with environment.placement=ray: other nodes do not"),
         ([HEAD, "inference.host=0.0.0.0"], "inference.host=0.0.0.0 with"),
         ([HEAD, "environment.python=python3"], "other nodes do not prepare environment.python"),
         ([HEAD], None),
@@ -496,9 +372,8 @@ def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine
 
     monkeypatch.setattr(launch, "start_api", lambda run: SimpleNamespace(url="http://127.0.0.1:8"))
     monkeypatch.setattr(launch, "start_inference", planned)
-    monkeypatch.setattr(
-        launch, "start_trainer", lambda *_: order.append("trainer") or SimpleNamespace(log_path=tmp_path)
-    )
+    started = SimpleNamespace(log_path=tmp_path)
+    monkeypatch.setattr(launch, "start_trainer", lambda *_: order.append("trainer") or started)
     monkeypatch.setattr(launch, "servers_healthy", healthy)
     monkeypatch.setattr(launch, "first_version", version)
     with pytest.raises(LaunchError, match="enough"):

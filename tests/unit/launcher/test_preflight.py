@@ -111,20 +111,27 @@ def test_a_configuration_that_works_is_let_through(overrides):
     check_config(changed_config(compose_config(*MODEL), overrides.split()))
 
 
+WINDOW = "/config.json has use_sliding_window=true, and SGLang serves"
+FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
+
+
 @pytest.mark.parametrize(
-    ("settings", "refused"),
+    ("settings", "options", "told"),
     [
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}, True),
-        ({"model_type": "qwen3_moe", "use_sliding_window": True}, True),
-        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, False),
-        ({"model_type": "gemma2", "use_sliding_window": True, "sliding_window": 32}, False),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}, "", WINDOW),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, "", WINDOW),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, "", None),
+        ({"model_type": "gemma2", "use_sliding_window": True, "sliding_window": 32}, "", None),
+        ({"model_type": "qwen2", "tie_word_embeddings": False}, f"{FUSED} {ACTOR}.strategy=fsdp2", "=fsdp2 .*not tied"),
+        ({"model_type": "qwen2", "tie_word_embeddings": False}, f"{FUSED} {ACTOR}.strategy=fsdp", None),
+        ({"model_type": "qwen2", "tie_word_embeddings": True}, f"{FUSED} {ACTOR}.strategy=fsdp2", None),
     ],
 )
-def test_sliding_windows_that_sglang_ignores_are_refused(tmp_path, settings, refused):
+def test_a_model_that_cannot_be_served_or_trained_is_refused(tmp_path, settings, options, told):
+    """Of a window that SGLang ignores, and of fused kernels whose head is not tied."""
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    config = compose_config(*MODEL[1:], f"actor_rollout_ref.model.path={tmp_path}")
-    told = f"{tmp_path}/config.json has use_sliding_window=true, and SGLang serves"
-    with pytest.raises(ConfigurationError, match=told) if refused else contextlib.nullcontext():
+    config = compose_config(*MODEL[1:], f"actor_rollout_ref.model.path={tmp_path}", *options.split())
+    with pytest.raises(ConfigurationError, match=told) if told else contextlib.nullcontext():
         check_config(config)
 
 
@@ -142,31 +149,17 @@ THRESHOLDS = [2, -1, "0.5_2", "2_0.5", "a", "1_b", "", "0.5_2,3", "2,3"]
 
 
 @pytest.mark.parametrize("threshold", THRESHOLDS)
-@pytest.mark.parametrize(
-    "statistics", ["token_k1", "seq_mean_k3", "token_k1,seq_max_k2", "token_k4", "token_k1,token_k1"]
-)
-def test_schema_of_rejection_thresholds_is_verls(statistics, threshold):
+@pytest.mark.parametrize("chosen", ["token_k1", "seq_mean_k3", "token_k1,seq_max_k2", "token_k4", "token_k1,token_k1"])
+def test_schema_of_rejection_thresholds_is_verls(chosen, threshold):
     import torch
     from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, compute_rollout_rejection_mask
 
     assert set(REJECTION_STATISTICS) == SUPPORTED_ROLLOUT_RS_OPTIONS
-    correction = OmegaConf.create({"rollout_is": None, "rollout_rs": statistics, "rollout_rs_threshold": threshold})
+    correction = OmegaConf.create({"rollout_is": None, "rollout_rs": chosen, "rollout_rs_threshold": threshold})
     refused = next((message for wrong, message in correction_rules(correction) if wrong), "")
     try:
-        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), statistics, threshold)
+        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), chosen, threshold)
     except ValueError:
         assert "algorithm.rollout_correction.rollout_rs" in refused
     else:
         assert refused == ""
-
-
-@pytest.mark.parametrize(
-    ("tied", "strategy", "is_refused"), [(False, "fsdp2", True), (False, "fsdp", False), (True, "fsdp2", False)]
-)
-def test_fused_kernels_need_a_tied_head_under_fsdp2(tmp_path, tied, strategy, is_refused):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "tie_word_embeddings": tied}))
-    options = [f"actor_rollout_ref.model.path={tmp_path}", f"{ACTOR}.strategy={strategy}", MODEL[1]]
-    config = compose_config(*options, "actor_rollout_ref.model.use_fused_kernels=true")
-    told = "use_fused_kernels=true with actor.strategy=fsdp2 .*not tied"
-    with pytest.raises(ConfigurationError, match=told) if is_refused else contextlib.nullcontext():
-        check_config(config)

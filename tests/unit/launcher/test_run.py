@@ -34,7 +34,6 @@ from recipe.atropos.launcher.sglang import InferenceServices, _enable_restarts, 
 from recipe.atropos.launcher.startup import first_version, servers_healthy
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import DiskFull, FolderRemoved
-from recipe.atropos.utils.hosts import cluster_address
 from recipe.atropos.utils.process import ServiceFailed
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.weight_sync.manager import build_manager
@@ -144,18 +143,13 @@ def test_a_service_is_started_again_so_many_times_and_then_named(run, capsys):
 
 def test_a_restart_for_a_server_that_moved_does_not_count(run, capsys):
     restartable(run, "gateway", limit=0)
-    run.check()
     run.restart_policies["gateway"].moved = True
     end(run.services["gateway"])
     run.check()
     assert run.services["gateway"].poll() is None and "0 of 0 restarts" in capsys.readouterr().out
-    end(run.services["gateway"])
-    with pytest.raises(ServiceFailed, match="ended once more after 0 restarts"):
-        run.check()
 
 
 def test_a_start_that_takes_too_long_names_its_limit(run):
-    """Whatever is awaited, the error says which key is to be raised."""
     for name in ("api", "gateway", "sglang", "trainer"):
         restartable(run, name)
     run.config = OmegaConf.create(
@@ -301,18 +295,13 @@ def test_run_that_is_terminated_ends_its_services(tmp_path, monkeypatch, number)
     assert run.services["api"].poll() == -signal.SIGTERM and run.files.report.exists()
 
 
-@pytest.mark.parametrize(("address", "loopback"), [(None, True), ("local", True), ("10.0.0.1:6379", False)])
-def test_run_on_a_cluster_is_not_kept_on_loopback(configured, monkeypatch, address, loopback):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    run = configured(f"+ray_kwargs.ray_init.address={address or 'null'}")
-    assert ("GLOO_SOCKET_IFNAME" in run.variables) is loopback
-
-
 @pytest.mark.parametrize(
-    ("variable", "address", "expected"),
+    ("variable", "address", "joins"),
     [
         (None, None, False),
         (None, "auto", True),
+        (None, "local", False),
+        (None, "10.0.0.1:6379", True),
         ("10.0.0.1:6379", None, True),
         ("10.0.0.1:6379", "auto", True),
         ("10.0.0.1:6379", "local", False),
@@ -320,11 +309,11 @@ def test_run_on_a_cluster_is_not_kept_on_loopback(configured, monkeypatch, addre
         ("local", "10.0.0.1:6379", True),
     ],
 )
-def test_run_joins_the_cluster_that_ray_would(monkeypatch, variable, address, expected):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    if variable:
-        monkeypatch.setenv("RAY_ADDRESS", variable)
-    assert (cluster_address({"address": address}) is not None) is expected
+def test_run_on_the_cluster_that_ray_would_join_uses_its_network(configured, monkeypatch, variable, address, joins):
+    """And else the loopback interface."""
+    monkeypatch.setenv("RAY_ADDRESS", variable) if variable else monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = configured(f"+ray_kwargs.ray_init.address={address or 'null'}")
+    assert ("GLOO_SOCKET_IFNAME" in run.variables) is not joins
 
 
 def test_run_service_waits_until_it_may_start(run, tmp_path, capsys):
@@ -443,6 +432,12 @@ def test_run_is_preempted_while_a_trainer_has_just_ended(run):
     assert run.preempted
 
 
+def test_run_that_is_preempted_before_its_services_can_go_on():
+    with pytest.raises(_EarlyPreemption), _signals_as_interrupts():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
 def test_run_ends_its_servers_at_once_and_after_all_others(run, tmp_path):
     """Each takes seconds, and a preempted run has 180 s for all of them."""
     slow = f"trap 'sleep 2; date +%s.%N > {tmp_path}/$NAME; exit' TERM; echo begun; while :; do sleep 0.1; done"
@@ -454,12 +449,6 @@ def test_run_ends_its_servers_at_once_and_after_all_others(run, tmp_path):
     assert 4 < time.monotonic() - begun < 8, "the servers' 2 s after the trainer's"
     ended = {path.name: float(path.read_text()) for path in tmp_path.iterdir() if path.name in run.services}
     assert len(ended) == 5 and min(ended, key=ended.get) == "trainer"
-
-
-def test_run_that_is_preempted_before_its_services_can_go_on():
-    with pytest.raises(_EarlyPreemption), _signals_as_interrupts():
-        os.kill(os.getpid(), signal.SIGUSR1)
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_run_restarts_the_api_also_once_training_is_done(run):
@@ -476,7 +465,6 @@ def test_run_restarts_the_api_also_once_training_is_done(run):
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", [None, None]), ("cuda", [4, 6])])
 def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
-    """They have devices where there are GPUs."""
     config = compose_config(
         "actor_rollout_ref.model.path=m",
         "inference.servers=2",
@@ -495,9 +483,8 @@ def test_run_servers_have_own_ports_seeds_and_devices(tmp_path, device, gpus):
     assert all(launch.extra_args["trust_remote_code"] for launch in plan_servers(run_of(config, tmp_path)).values())
 
     config.inference.servers, config.inference.port = 1, 30000
-    assert [(name, launch.port) for name, launch in plan_servers(run_of(config, tmp_path)).items()] == [
-        ("sglang", 30000)
-    ]
+    [(name, launch)] = plan_servers(run_of(config, tmp_path)).items()
+    assert (name, launch.port) == ("sglang", 30000)
 
 
 def test_run_starts_servers_that_take_an_adapter_by_itself(model_path, tmp_path):

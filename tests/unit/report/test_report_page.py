@@ -11,9 +11,7 @@ from helpers import ROOT
 from helpers.runs import make_run
 from helpers.seeded_runs import Seeded, healthy_run, seeded_run
 from recipe.atropos.__main__ import main
-from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
-from recipe.atropos.report import facts
 from recipe.atropos.report.curves import curves, outcomes
 from recipe.atropos.report.page import describe, page, write_report
 from recipe.atropos.report.run_history import read_history
@@ -24,7 +22,7 @@ def data_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_the_page_has_all_sections_of_a_run(healthy):
+def test_the_page_has_all_sections_of_a_run(healthy, monkeypatch):
     [run] = data_of(write_report(healthy.run.path).read_text())["runs"]
     charts = {chart["id"] for chart in run["curves"]}
     assert {"score", "heldout", "entropy", "logprobs", "kl", "gradient", "lr", "length", "staleness", "speed"} <= charts
@@ -34,20 +32,25 @@ def test_the_page_has_all_sections_of_a_run(healthy):
     changed = {key: default for key, _, default, _ in run["configuration"] if default is not None}
     assert changed["actor_rollout_ref.actor.optim.lr"] == "1e-06" and "trainer.critic_warmup" not in changed
     assert run["versions"].keys() >= {"python", "verl", "torch"} and not run["recorded"]
+    own = {chart["id"]: chart["own"] for chart in run["curves"] if chart.get("own")}
+    held_out = "eval/percent_correct, from 0.3672 to 0.9961"
+    assert own == {"score": "single answers scored from −1 to 1", "heldout": held_out}
+    assert ["scores of trained answers, lowest to highest", "−1 to 1"] in run["figures"]
+    monkeypatch.setitem(healthy.summary["seconds_per_phase"], "save", 300.0)  # the lines of its steps have it not
+    timeline = describe(healthy, tokens=False)["timeline"]
+    assert timeline["names"][-1] == "save" and timeline["seconds"]["save"] == 300.0
+    assert {len(bar["values"]) for bar in timeline["bars"]} == {len(timeline["names"])}
 
 
-def test_the_commit_is_the_recipes_in_a_git_hook_too(monkeypatch):
-    """A hook names its own repository in the environment."""
-    without = installed_versions(None).get("recipe (commit)")
-    monkeypatch.setenv("GIT_DIR", "/nowhere")
-    assert installed_versions(None).get("recipe (commit)") == without
-
-
-def test_the_page_has_the_versions_that_the_run_recorded(tmp_path):
+def test_the_page_has_the_versions_that_the_run_recorded(tmp_path, monkeypatch):
     folder = make_run(tmp_path)
     write_json(folder.identity, {"format": 1, "versions": {"torch": "1.2.3"}})
     run = describe(read_history(folder.path), tokens=False)
     assert run["versions"] == {"torch": "1.2.3"} and run["recorded"]
+    # The commit is the recipe's: a git hook names its own repository in the environment.
+    without = installed_versions(None).get("recipe (commit)")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert installed_versions(None).get("recipe (commit)") == without
 
 
 def test_all_that_an_environment_scored_in_a_step_counts(tmp_path):
@@ -76,24 +79,6 @@ def test_items_are_counted_once_where_the_clock_was_set_back(tmp_path):
     assert sum(sum(bar["values"]) for bar in chart["bars"]) == 40
 
 
-def test_ranges_of_training_and_held_out_scores_are_stated(healthy):
-    run = describe(healthy, tokens=False)
-    own = {chart["id"]: chart["own"] for chart in run["curves"] if chart.get("own")}
-    assert own == {
-        "score": "single answers scored from −1 to 1",
-        "heldout": "eval/percent_correct, from 0.3672 to 0.9961",
-    }
-    assert ["scores of trained answers, lowest to highest", "−1 to 1"] in run["figures"]
-
-
-def test_phases_have_the_time_that_checkpoints_took(healthy, monkeypatch):
-    """The run's summary has it, the lines of its steps have not."""
-    monkeypatch.setitem(healthy.summary["seconds_per_phase"], "save", 300.0)
-    timeline = describe(healthy, tokens=False)["timeline"]
-    assert timeline["names"][-1] == "save" and timeline["seconds"]["save"] == 300.0
-    assert {len(bar["values"]) for bar in timeline["bars"]} == {len(timeline["names"])}
-
-
 def test_cut_rows_are_marked_and_said_to_be_trained_on(tmp_path):
     """In the chart as in the table: trainer.atropos.overlong=truncate cuts the response's end."""
     run = describe(read_history(seeded_run(tmp_path, "truncation")), tokens=False)
@@ -103,12 +88,6 @@ def test_cut_rows_are_marked_and_said_to_be_trained_on(tmp_path):
         assert "beginning is trained on" in text and "cut off is not" in text
     [length] = [chart for chart in run["curves"] if chart["id"] == "length"]
     assert length["marks"] == [{"x": 21, "alarm": "all_rows_clipped"}], "at the onset"
-
-
-def test_a_run_has_the_name_of_its_folder(tmp_path, monkeypatch):
-    folder = healthy_run(tmp_path / "mine")
-    monkeypatch.chdir(folder)
-    assert describe(read_history("."), tokens=False)["name"] == "mine"
 
 
 def test_the_page_needs_no_network_and_holds_no_secret(tmp_path):
@@ -142,26 +121,15 @@ def test_the_page_of_a_long_run_is_hardly_larger(tmp_path):
     assert 100_000 < len(text) < 2_000_000
 
 
-def test_a_folder_with_metrics_alone_is_shown_too(tmp_path):
-    """Also with steps that have no time."""
-    lines = [{"step": step, "time": 5.0, "atropos/mean_score": 0.5} for step in range(1, 6)]
-    rewrite_lines(tmp_path / "metrics.jsonl", [lines[0] | {"timing_s/step": 2.0}, *lines[1:]])
-    run = describe(read_history(tmp_path))
-    assert [chart["id"] for chart in run["curves"]] == ["score"] and run["samples"]["rows"] == []
-    assert ["median step", "2.00 s"] in run["figures"]
-
-
 def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
-    """Also without a launcher; neither a later process of the same number nor an ended one on another machine."""
+    """On another machine, as far as its files say."""
 
     def said(name, **holder):
         return describe(read_history(make_run(tmp_path / name, **holder).path), tokens=False)["state"]
 
-    stopped = "stopped before it was finished"
-    assert said("alive") == "running" and said("reused", started=1.0) == stopped
+    assert said("alive") == "running" and said("ended", host="far") == "stopped before it was finished"
     launcher = {"pid": os.getpid(), "started": 1.0}
-    assert said("killed", started=1.0, launcher=launcher) == stopped
-    assert said("ended", host="far") == stopped
+    assert said("killed", started=1.0, launcher=launcher) == "stopped before it was finished"
     elsewhere = "running on far, as far as its files say"
     assert said("elsewhere", host="far", launcher=launcher) == elsewhere
     alone = make_run(tmp_path / "alone", host="far")
@@ -169,8 +137,14 @@ def test_a_run_goes_on_while_the_process_that_holds_it_lives(tmp_path):
     assert describe(read_history(alone.path), tokens=False)["state"] == elsewhere, "a trainer without a launcher"
 
 
-def test_a_run_whose_first_evaluation_failed_has_a_page(tmp_path):
-    """As of a model without a chat template: there is no other line yet, and none tells when the run started."""
+def test_a_run_with_a_single_file_has_a_page(tmp_path):
+    """Also with steps that have no time."""
+    lines = [{"step": step, "time": 5.0, "atropos/mean_score": 0.5} for step in range(1, 6)]
+    rewrite_lines(tmp_path / "metrics.jsonl", [lines[0] | {"timing_s/step": 2.0}, *lines[1:]])
+    run = describe(read_history(tmp_path))
+    assert [chart["id"] for chart in run["curves"]] == ["score"] and run["samples"]["rows"] == []
+    assert ["median step", "2.00 s"] in run["figures"]
+    # As of a model without a chat template: there is no other line yet, and none tells when the run started.
     files = make_run(tmp_path, steps=0)
     assert "started" not in dict(describe(read_history(files.path), tokens=False)["figures"])
     rewrite_lines(files.evaluations, [{"step": 0, "version": 0, "env": "gsm8k", "error": "no evaluation"}])
@@ -178,7 +152,7 @@ def test_a_run_whose_first_evaluation_failed_has_a_page(tmp_path):
 
 
 def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, monkeypatch, capsys):
-    """It finds a run by its name; two of one name are told apart."""
+    """It finds a run by its name; two of one name are told apart. Its errors are one line."""
     for folder in ("runs/one", "b/one"):
         healthy_run(tmp_path / folder)
     monkeypatch.chdir(tmp_path)
@@ -186,24 +160,13 @@ def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, monkeypatch, ca
     assert main(["report", "one", str(tmp_path / "b/one"), "--output", "both.html"]) == 0
     names = [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]]
     assert names == ["runs/one (1)", "b/one (2)"]
-
-
-def test_the_command_says_in_a_line_that_there_is_no_run(tmp_path):
+    monkeypatch.chdir(tmp_path / "b/one")
+    assert describe(read_history("."), tokens=False)["name"] == "one"
     with pytest.raises(SystemExit, match="^error: .*: no run there "):
         main(["report", str(tmp_path)])
-
-
-def test_a_page_that_cannot_be_written_there_can_elsewhere(tmp_path):
-    """As on a disk that is mounted read-only; here the folder is none."""
-    run, target = make_run(tmp_path / "run"), tmp_path / "run/config.yaml/report.html"
+    target = tmp_path / "b/one/config.yaml/report.html"  # as on a disk that is mounted read-only
     with pytest.raises(SystemExit, match=rf"^error: {target}: Not a directory; give another file \(--output\)$"):
-        main(["report", str(run.path), "--output", str(target)])
-
-
-def test_every_reason_has_its_meaning_on_the_page():
-    for reason in Reason:
-        shown = facts._reason("trainer, rows", reason.value, 1, 1.0)
-        assert shown["meaning"] == reason.meaning and len(reason.meaning) > 10
+        main(["report", str(tmp_path / "b/one"), "--output", str(target)])
 
 
 def test_an_installed_package_has_the_files_of_the_page():

@@ -1,12 +1,15 @@
-"""Which samples a page shows, and that it stays small."""
+"""Which samples a page shows, and that it stays small; and how long series are shortened."""
 
 import itertools
+import math
 import re
 
 import orjson
+import pytest
 
 from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import healthy_run
+from recipe.atropos.report.curves import buckets, decimated, spread
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.report.samples import CHARACTERS, ROWS, chosen_rows, items, rollouts_of, samples, shortened
 
@@ -54,6 +57,11 @@ def test_samples_have_tokens_with_mask_logprob_and_advantage(healthy):
         assert set(each["mask"]) == {"1"} and max(each["logprobs"]) <= 0
         assert each["origin"] == "GRPO"
         assert {advantage > 0 for advantage in each["advantages"]} == {each["score"] > 0}
+    # Items show how held-out answers changed.
+    changed = items(healthy, rollouts_of(healthy))[0]
+    assert changed["kind"] == "held out" and [answer["at"] for answer in changed["answers"]] == [0, 60]
+    assert changed["answers"][0]["score"] < changed["answers"][1]["score"]
+    assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
 
 
 def test_without_batches_the_page_says_why_it_has_no_tokens(tmp_path):
@@ -65,27 +73,35 @@ def test_without_batches_the_page_says_why_it_has_no_tokens(tmp_path):
     assert found["note"].startswith("Tokens are not shown: ") and "trajectories" in found["note"]
 
 
-def test_items_show_how_held_out_answers_changed(healthy):
-    changed = items(healthy, rollouts_of(healthy))[0]
-    assert changed["kind"] == "held out" and [answer["at"] for answer in changed["answers"]] == [0, 60]
-    assert changed["answers"][0]["score"] < changed["answers"][1]["score"]
-    assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
-
-
 def test_samples_that_an_environment_wrote_otherwise_do_no_harm(tmp_path):
     """The file is the environment's: NaN for a score, half of a character, other forms, a line that a kill cut."""
     run = healthy_run(tmp_path)
     for at in (0, 60):
         path = run / f"evaluation/{at}/gsm8k/samples.jsonl"
-        lines = [
-            '{"question": "why?", "answer": "so\\ud83d", "score": NaN}',
-            '{"messages": ["a", "b"]}',
-            "[1]",
-            '{"messa',
-        ]
+        lines = ['{"question": "why?", "answer": "\\ud83d", "score": NaN}', '{"messages": ["a", "b"]}', "1", '{"messa']
         path.write_text("\n".join([*lines, path.read_text()]))
     history = read_history(run)
     found = {item["prompt"]: item for item in items(history, {})}
     assert orjson.loads(orjson.dumps(found)) == found
     assert [answer["score"] for answer in found["why?"]["answers"]] == [None, None]
     assert len(found) > 12, "the others are there"
+
+
+# ---------------------------------------------------------------- long series: short, and no spike is lost
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 400, 401, 12_345])
+def test_buckets_cover_everything_once_and_in_order(n):
+    parts = buckets(n, 400)
+    assert [i for part in parts for i in range(n)[part]] == list(range(n)) and len(parts) <= 400
+
+
+def test_series_are_short_and_no_spike_is_lost():
+    """A short one is as it was, and a NaN is missing; of the others the first and the last are there."""
+    assert decimated([1, 2, 3], [0.5, math.nan, None]) == {"x": [1, 2, 3], "y": [0.5, None, None]}
+    values = [1.0] * 10_000
+    values[7_777] = 50.0
+    found = decimated(range(10_000), values, limit=100)
+    assert len(found["x"]) == 100 and found["x"][-1] == 9_999
+    assert max(found["high"]) == 50.0 and max(found["low"]) == 1.0 and max(found["y"]) == pytest.approx(1.49)
+    assert spread(range(100), 3) == [0, 50, 99] and spread("ab", 5) == ["a", "b"] and spread([], 5) == []

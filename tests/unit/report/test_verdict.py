@@ -17,6 +17,7 @@ from recipe.atropos.watchdog.alarms import ALARMS
 
 
 def of(folder):
+    """The verdict on a run, and its alarms."""
     history = read_history(folder)
     alarms = all_alarms(history)
     return verdict(history, alarms), alarms
@@ -28,6 +29,10 @@ def test_the_verdict_names_the_cause_first(tmp_path, fault, recorded):
     said, alarms = of(seeded_run(tmp_path, fault, recorded))
     assert alarms[0]["alarm"] == FAULTS[fault][1] and alarms[0]["recorded"] == recorded
     assert f"Alarm {FAULTS[fault][1]} " in said.text and said.level == "bad", said
+    settings = alarms[0]["settings"]  # with their defaults
+    assert list(settings) == list(ALARMS[FAULTS[fault][1]].settings)
+    assert settings.get("trainer.atropos.max_staleness", "null") == "null"
+    assert settings.get("actor_rollout_ref.actor.optim.lr", "3e-05") == "3e-05"
 
 
 def test_a_healthy_run_learned_and_has_no_alarm(tmp_path):
@@ -74,9 +79,7 @@ def test_the_verdict_fits_its_numbers(tmp_path, training, held_out, says, level)
 def test_nothing_is_said_of_a_run_that_has_just_begun(tmp_path, steps):
     """A score that has not risen yet is no reason to look closer."""
     make_run(tmp_path, total=60)
-    write_lines(
-        tmp_path / "metrics.jsonl", [metrics_line(step, 0.5 + 0.1 * (step % 3)) for step in range(1, steps + 1)]
-    )
+    write_lines(tmp_path / "metrics.jsonl", [metrics_line(n, 0.5 + 0.1 * (n % 3)) for n in range(1, steps + 1)])
     said, _ = of(tmp_path)
     expected = ("Learned nothing so far", "warn") if steps == 20 else ("Too early to tell", "neutral")
     assert (said.text.partition(":")[0], said.level) == expected
@@ -86,30 +89,27 @@ def test_a_change_is_judged_by_the_number_of_items(tmp_path):
     few = with_scores(tmp_path / "few", (0.5, 0.5), (94, 120), items=64)
     many = with_scores(tmp_path / "many", (0.5, 0.5), (94, 120), items=2560)
     assert few.text.startswith("Learned nothing") and many.text.startswith("Learned:"), (few, many)
-
-
-def test_different_scores_look_different():
+    # Different scores look different.
     assert from_to(0.3671875, 0.375) == "0.367 → 0.375" and from_to(-0.5, -0.5) == "−0.500 → −0.500"
     assert from_to(0.00012, 0.00034) == "0.0001 → 0.0003"
 
 
-def test_a_run_without_a_step_names_what_keeps_it_from_one(tmp_path):
-    for n in range(1, 5):
-        line = {"time": 10.0 * n, "env": "mine", "step": 0, "in_flight": 4, "means": {}}
-        append_line(tmp_path / "mine.jsonl", line | {"counts": {"items": 20 * n, "failed/KeyError": 20 * n}})
-    (tmp_path / "run/environments").mkdir(parents=True)
-    (tmp_path / "mine.jsonl").rename(tmp_path / "run/environments/mine.jsonl")
-    said, _ = of(tmp_path / "run")
-    told = "Stopped before its first step. Alarm environment_raises in mine: "
-    assert said.text.startswith(told) and "KeyError" in said.text
-
-
 def test_a_run_that_ended_without_a_step_is_not_healthy(tmp_path):
-    """While it goes on there is nothing to say yet."""
+    """While it goes on there is nothing to say yet; what keeps it from one is named. A folder without a run is none."""
     going, _ = of(make_run(tmp_path / "going", steps=0).path)
     ended, _ = of(make_run(tmp_path / "ended", steps=0, started=1.0).path)
     assert (going.level, going.text) == ("neutral", "No step was trained yet.")
     assert (ended.level, ended.text) == ("bad", "Stopped before its first step.")
+    counts = [{"items": 20 * n, "failed/KeyError": 20 * n} for n in range(1, 5)]
+    lines = [{"time": 10.0 * n, "env": "mine", "step": 0, "in_flight": 4, "means": {}} for n in range(1, 5)]
+    (tmp_path / "run/environments").mkdir(parents=True)
+    lines = [line | {"counts": each} for line, each in zip(lines, counts, strict=True)]
+    write_lines(tmp_path / "run/environments/mine.jsonl", lines)
+    raises, _ = of(tmp_path / "run")
+    assert raises.text.startswith("Stopped before its first step. Alarm environment_raises in mine: ")
+    assert "KeyError" in raises.text
+    with pytest.raises(ConfigurationError, match="no run is in this folder; give a run's folder"):
+        read_history(tmp_path)
 
 
 def test_a_run_is_played_with_its_own_silent_after(tmp_path):
@@ -150,20 +150,6 @@ def test_an_alarm_has_its_onset_its_raise_and_newest_value(tmp_path, recorded):
     assert "Alarm stale_samples since step 27: " in said.text
 
 
-@pytest.mark.parametrize("fault", sorted({*FAULTS} - {"raising_environment"}))
-def test_an_alarm_quotes_its_settings_defaults_too(tmp_path, fault):
-    history = read_history(seeded_run(tmp_path, fault))
-    [alarm] = [alarm for alarm in all_alarms(history) if alarm["alarm"] == FAULTS[fault][1]]
-    assert list(alarm["settings"]) == list(ALARMS[alarm["alarm"]].settings) != []
-    assert alarm["settings"].get("trainer.atropos.max_staleness", "null") == "null"
-    assert alarm["settings"].get("actor_rollout_ref.actor.optim.lr", "3e-05") == "3e-05"
-
-
 def test_the_settings_of_alarms_exist():
     config = OmegaConf.to_container(compose_config("actor_rollout_ref.model.path=m"), resolve=False)
     assert {key for alarm in ALARMS.values() for key in alarm.settings} <= {key for key, _ in leaves(config)}
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="no run is in this folder; give a run's folder"):
-        read_history(tmp_path)

@@ -59,19 +59,13 @@ def test_chat_streams_accumulate_to_the_answer(name, reply, logprobs):
         call["function"].pop("parsed_arguments", None)
     assert choice == expected
     assert (found["usage"], found["id"]) == (whole["usage"], whole["id"])
-
-
-@each_reply
-def test_a_chat_streams_last_choice_has_exact_tokens(name, reply):
     *chunks, done = data_of(chat.events(chat.read({**ASK, "stream": True}), reply))
-    assert done == "[DONE]"
-    for chunk in chunks:
-        ChatCompletionChunk.model_validate(chunk)
+    assert done == "[DONE]" and all(ChatCompletionChunk.model_validate(chunk) for chunk in chunks)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant"}
-    assert chunks[-1]["choices"][0]["token_ids"] == reply.tokens
-    assert chunks[-1]["prompt_token_ids"] == reply.prompt
-    assert chunks[-1]["weight_versions"] == reply.versions
-    assert all(chunk["choices"] for chunk in chunks)  # no usage was asked for
+    last = chunks[-1]
+    exact = (last["choices"][0]["token_ids"], last["prompt_token_ids"], last["weight_versions"])
+    assert exact == (reply.tokens, reply.prompt, reply.versions)
+    assert all(chunk["choices"] for chunk in chunks), "no usage was asked for"
 
 
 @each_reply

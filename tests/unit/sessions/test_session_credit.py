@@ -59,8 +59,8 @@ def sent(tmp_path, monkeypatch):
         settings = AdapterSettings(credit=json.dumps(credit))
         with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=[f"{n} is the sum" for n in range(40)])) as sessions:
             config = ProgramEnvConfig(
-                tokenizer_name=handle.model_name, group_size=2, items=str(items), sessions_url=sessions.url,
-                use_wandb=False, parallel=1, agent=f"{__name__}:delegates",
+                tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
+                sessions_url=sessions.url, use_wandb=False, parallel=1, agent=f"{__name__}:delegates",
                 data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
             )  # fmt: skip
             env = adapt(ProgramEnv, settings=settings)(config, [handle], slurm=False)
@@ -135,12 +135,6 @@ def test_session_of_one_turn_is_rewarded_once_by_mt_grpo():
     part = np.sqrt(1 / 2)  # of each mean over deviation of two; first turns have the rewards 0.5 and 0, not 1
     expected = [[0, part - part, 0, -part], [0, part - part]]
     assert [[*row] for row in group["advantages"]] == [pytest.approx(row, abs=1e-5) for row in expected]
-
-
-@pytest.fixture(scope="module")
-def sessions(tmp_path_factory):
-    with Sessions(tmp_path_factory.mktemp("sessions"), ScriptedPolicy(chat_tokenizer())) as sessions:
-        yield sessions
 
 
 def test_session_turn_values_have_one_for_each_turn(sessions):

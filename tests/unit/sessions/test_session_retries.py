@@ -41,15 +41,8 @@ def test_session_client_that_leaves_and_comes_again(sessions, opened, stream, wa
     assert len(sessions.policy.sampled) == 1 and sessions.session(opened).summary()["retries"] == 1
 
 
-def test_session_equal_requests_at_once_are_two_turns(sessions, opened):
-    sessions.policy.delay = 0.3
-    replies = [sessions.begin(opened) for _ in range(2)]
-    ids = {json.loads(connection.getresponse().read())["id"] for connection in replies}
-    assert len(ids) == len(sessions.policy.sampled) == 2
-
-
 def test_session_retries_get_the_reply_that_was_lost(sessions, opened):
-    """Not that of an equal request on another connection."""
+    """Not that of an equal request on another connection, which is another turn."""
     sessions.policy.delay = 0.3
     lost = sessions.begin(opened)
     time.sleep(0.1)

@@ -76,14 +76,19 @@ def test_session_ends_by_its_reward_once(sessions):
     assert sessions.call("POST", f"/sessions/{failed['id']}/reward", {"rewards": 1})[0] == 400
 
 
-def test_session_that_ends_answers_nothing_more(sessions):
-    """What is sampled while the reward comes would be in no row that was read."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_session_that_ends_while_it_samples_answers_nothing_more(sessions, leaves):
+    """What is sampled while the reward comes would be in no row that was read. It leaves memory."""
     opened = sessions.open()
     sessions.policy.delay = 1.0
     connection = sessions.begin(opened)
     time.sleep(0.2)
+    if leaves:
+        connection.close()
+        time.sleep(0.2)
     assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})[0] == 200
-    assert connection.getresponse().status == 403
+    assert leaves or connection.getresponse().status == 403
+    until(lambda: opened["id"] not in sessions.server._sessions, 5)
     time.sleep(1.0)
     assert sessions.session(opened).summary()["turns"] == 0 and not sessions.policy.sampled
 
@@ -103,19 +108,6 @@ def test_session_that_has_ended_is_not_kept_in_memory(sessions):
     assert len(sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["tokens"]) == 1
     assert sessions.ask(opened, "/v1/messages", max_tokens=5)[0] == 403
     assert opened["id"] not in sessions.server._sessions
-
-
-@pytest.mark.parametrize("leaves", [False, True])
-def test_session_that_ends_while_it_samples_leaves_memory(sessions, leaves):
-    opened = sessions.open()
-    sessions.policy.delay = 1.0
-    connection = sessions.begin(opened)
-    time.sleep(0.2)
-    if leaves:
-        connection.close()
-        time.sleep(0.2)
-    sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})
-    until(lambda: opened["id"] not in sessions.server._sessions, 5)
 
 
 def test_session_that_nobody_ends_leaves_memory_and_goes_on(sessions, monkeypatch):
@@ -173,6 +165,8 @@ def test_session_limit_of_tokens_holds_for_requests_at_once(sessions):
     assert sum(answer.status == 200 for answer in answers) > 1
     assert sum(len(tokens) for _, tokens, _ in sessions.policy.sampled) <= 40
     assert sessions.state(opened)["end"] == "tokens"
+    status, answer = sessions.ask(opened, messages=[{"role": "user", "content": "more"}])
+    assert status == 403 and "its limit of 40 tokens" in answer["error"]["message"]
     sessions.check(opened)
 
 

@@ -64,6 +64,17 @@ async def run(tmp_path, template, script, thinking="kept", tools=ADD):
     return program
 
 
+def checked(program):
+    """The summary of its session, of which every sampled token is trained once."""
+    check_trained_once(program.policy, program.session.tree)
+    return program.session.summary()
+
+
+def is_one_row(program):
+    found = checked(program)
+    return found["rows"] == 1 and not found["forks"]
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 async def test_session_turns_are_one_row_in_every_template(tmp_path, template):
     call = '<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call>'
@@ -72,8 +83,7 @@ async def test_session_turns_are_one_row_in_every_template(tmp_path, template):
         script = [text if text.startswith("<think>") else f"so</think>{text}" for text in script]
         script = [text.removeprefix("<think>") for text in script]
     program = await run(tmp_path, template, script)
-    check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary() | {"sampled": 0} == {
+    assert checked(program) | {"sampled": 0} == {
         "turns": 4, "sampled": 0, "rows": 1, "tools": True, "tool_calls": 1, "repeats": 0, "retries": 0, "forks": {},
     }  # fmt: skip
     tokenizer = program.rendering.tokenizer
@@ -117,8 +127,7 @@ async def test_session_bridge_is_what_the_template_writes(tmp_path):
 async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
     script = ["<think>so</think>19", "<think>no</think>7"]
     program = await run(tmp_path, "thinking_stripped", script, thinking="as_template")
-    check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary()["forks"] == {"thinking_stripped": 1}
+    assert checked(program)["forks"] == {"thinking_stripped": 1}
     first, second = program.policy.sampled
     assert "so" not in program.rendering.tokenizer.decode(second[0])
     kept = await run(tmp_path, "thinking_kept", script, thinking="as_template")
@@ -139,8 +148,7 @@ async def test_session_edits_are_named_where_a_renderer_cannot_bridge(tmp_path):
     await program.ask([user("sum")])
     await program.ask([*program.seen[-1], user("and?")])
     await program.ask([*program.seen[-1][:-1], {"role": "assistant", "content": "another"}, user("and?")])
-    check_trained_once(policy, program.session.tree)
-    assert program.session.summary()["forks"] == {"message_edited": 1}
+    assert checked(program)["forks"] == {"message_edited": 1}
 
 
 def test_session_fields_that_a_template_lacks_have_no_effect():
@@ -161,8 +169,7 @@ def test_session_fields_that_a_template_lacks_have_no_effect():
 async def test_session_changed_histories_fork_and_say_why(tmp_path, change, cause):
     program = await run(tmp_path, "chatml", ["the sum", "is", "19"])
     await program.ask([*change(program.seen[-1]), user("and?")])
-    check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary()["forks"] == {cause: 1}
+    assert checked(program)["forks"] == {cause: 1}
 
 
 async def test_session_replies_follow_each_other(tmp_path):
@@ -175,8 +182,7 @@ async def test_session_replies_follow_each_other(tmp_path):
         program = Program(opened(tmp_path), policy, rendering)
         await program.ask([user("sum")])
         await program.ask(program.seen[-1])
-        check_trained_once(policy, program.session.tree)
-        assert program.session.summary()["forks"] == forks
+        assert checked(program)["forks"] == forks
         written = rendering.tokenizer.decode(policy.sampled[-1][0])
         assert written.endswith("the sum<|im_end|>\n<|im_start|>assistant\n")
 
@@ -191,18 +197,16 @@ async def test_session_calls_that_clients_write_anew_are_recognized(tmp_path):
     for written, content in ((same, ""), (other, ""), (mine, "so")):
         changed = [*history[:-1], {**history[-1], "content": content, "tool_calls": [written]}]
         await program.ask([*changed, {"role": "tool", "content": "3", "tool_call_id": written["id"]}])
-    check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary()["forks"] == {"tool_call_changed": 1, "message_edited": 1}
+    assert checked(program)["forks"] == {"tool_call_changed": 1, "message_edited": 1}
     assert program.session.tree.turns[1].parent is program.session.tree.turns[0]
 
 
 async def test_session_replies_that_are_empty_are_trained(tmp_path):
     """The policy says nothing but its end; the conversation goes on after it, in one row."""
     program = await run(tmp_path, "chatml", ["", "19", ""])
-    check_trained_once(program.policy, program.session.tree)
+    assert is_one_row(program)
     assert [history[-1]["content"] for history in program.seen] == ["", "19", ""]
     assert [len(tokens) for _, tokens, _ in program.policy.sampled][::2] == [1, 1]
-    assert len(list(program.session.tree.leaves())) == 1 and not program.session.summary()["forks"]
 
 
 async def test_session_goes_on_after_a_truncation_within_a_tool_call(tmp_path):
@@ -214,23 +218,7 @@ async def test_session_goes_on_after_a_truncation_within_a_tool_call(tmp_path):
     assert (reply.finish, reply.calls, len(reply.tokens)) == ("length", (), 5)
     assert reply.content.startswith('{"')
     await program.ask([*program.seen[-1], user("and?")])
-    check_trained_once(program.policy, program.session.tree)
-    assert len(list(program.session.tree.leaves())) == 1 and not program.session.summary()["forks"]
-
-
-async def test_session_calls_that_cannot_be_read_stay_in_the_content(tmp_path):
-    program = await run(tmp_path, "chatml", ['so <tool_call>\n{"name": "add", "argu', "19"])
-    assert program.seen[0][-1]["content"].startswith("so ") and '"argu' in program.seen[0][-1]["content"]
-    assert len(list(program.session.tree.leaves())) == 1
-
-
-async def test_session_branches_share_turns_that_are_trained_once(tmp_path):
-    program = await run(tmp_path, "chatml", ["the sum", "is"])
-    history = program.seen[0]
-    await asyncio.gather(*(program.ask([*history, user("and?")]) for _ in range(3)))
-    check_trained_once(program.policy, program.session.tree)
-    leaves = list(program.session.tree.leaves())
-    assert [len(leaf.turns) for leaf in leaves] == [2, 1, 1, 1] and not program.session.summary()["forks"]
+    assert is_one_row(program)
 
 
 @pytest.mark.parametrize("prompt", ["text", "ids"])
@@ -253,9 +241,8 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
         reply = await ask(encode(first))
         await ask(encode(first) + reply.tokens + encode(then))
         await ask(encode(first) + reply.tokens[:-1] + encode("no"))
-    check_trained_once(policy, program.session.tree)
+    assert checked(program)["forks"] == {"other": 1}
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
-    assert program.session.summary()["forks"] == {"other": 1}
 
 
 async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
@@ -266,37 +253,18 @@ async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
         asked = Asked(prompt=text, sampling={"max_new_tokens": size})
         number = await program.session.sample(asked, b"", program.rendering, program.policy, "")
         text += program.session.recorded(number).content
-    check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary()["rows"] == 1 and program.session.rows()["turn_numbers"] == [[2]]
+    assert checked(program)["rows"] == 1 and program.session.rows()["turn_numbers"] == [[2]]
 
 
-async def test_session_that_is_loaded_again_goes_on_as_it_was(tmp_path):
-    program = await run(tmp_path, "chatml", ["the sum", "<think>so</think>is"])
-    session = program.session
-    program.session = Session.load(session.store, session.state.id)
-    assert program.session.rows() == session.rows()
-    assert program.session.recorded(1) == session.recorded(1)
-    await program.ask([*program.seen[-1], user("and?")])
-    check_trained_once(program.policy, program.session.tree)
-    assert program.session.summary()["rows"] == 1
-
-
-async def test_session_limits_end_it_and_say_which(tmp_path):
+async def test_session_limits_of_time_and_context_say_which(tmp_path):
+    late = opened(tmp_path, limits=SessionLimits(seconds=1.0))  # created long ago
+    with pytest.raises(RequestError, match="its limit of 1 seconds"):
+        late.check()
+    assert Session.load(late.store, late.state.id).state.end == "seconds"
     tokenizer = chat_tokenizer()
-    rendering, policy = Rendering(tokenizer), ScriptedPolicy(tokenizer, script=["the sum of 12 and 7 is 19"] * 9)
-    for limits, end in (
-        (SessionLimits(turns=1), "turns"),
-        (SessionLimits(tokens=3), "tokens"),
-        (SessionLimits(seconds=1.0), "seconds"),
-    ):
-        program = Program(opened(tmp_path, limits=limits), policy, rendering)
-        if end != "seconds":
-            program.session.check()
-            assert len((await program.ask([user("sum")])).tokens) == 3 or end == "turns"
-        with pytest.raises(RequestError, match=f"its limit of .* {end}"):
-            program.session.check()
-        assert Session.load(program.session.store, program.session.state.id).state.end == end
-    program = Program(opened(tmp_path, limits=SessionLimits(context=20)), policy, rendering, tools=None)
+    policy, session = ScriptedPolicy(tokenizer), opened(tmp_path, limits=SessionLimits(context=20))
+    program = Program(session, policy, Rendering(tokenizer), tools=None)
+    policy.script = ["the sum of 12 and 7 is 19"] * 2
     reply = await program.ask([user("sum")])
     assert len(reply.prompt) + len(reply.tokens) <= 20
     with pytest.raises(RequestError, match="the prompt has .* may have 20"):

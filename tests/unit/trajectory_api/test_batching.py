@@ -134,13 +134,8 @@ def test_an_open_ticket_is_waited_for_by_name():
     assert not plan.entries and plan.why == "waiting for groups of 1 tickets, first 0 of gsm8k_0"
     assert [entry.number for entry in plan.holding] == [0]
     queue.close(queue.claim(0))
-    assert cut_all(queue) == [[1, 2]]
-
-
-def test_a_ticket_behind_a_full_batch_is_not_waited_for():
-    queue = queue_of(4, [2, 2])
     queue.add(Entry(3, None, 2, due=UNBOUNDED))
-    assert cut_all(queue) == [[1, 2]]
+    assert cut_all(queue) == [[1, 2]], "one that is behind a full batch is not waited for"
 
 
 def test_a_batch_is_never_cut_because_nobody_asks():

@@ -27,18 +27,15 @@ async def ask(folder, head, body=b"", length=None):
 
 
 LOCAL = b"\r\nHost: localhost"
+POST = b"POST /scored_data HTTP/1.1"
 GROUP = b'{"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0], "messages": null}'
 HALVES = {
-    "tokens": (b"POST /scored_data HTTP/1.1" + LOCAL, rb'{"tokens": "\ud800"}', 422),
-    "scores": (b"POST /scored_data HTTP/1.1" + LOCAL, rb'{"tokens": [[1]], "masks": [[1]], "scores": "\udfff"}', 422),
-    "env_id": (
-        b"POST /scored_data HTTP/1.1" + LOCAL,
-        rb'{"tokens": [[1]], "masks": [[1]], "scores": [1], "env_id": "\ud800"}',
-        422,
-    ),
+    "tokens": (POST + LOCAL, rb'{"tokens": "\ud800"}', 422),
+    "scores": (POST + LOCAL, rb'{"tokens": [[1]], "masks": [[1]], "scores": "\udfff"}', 422),
+    "env_id": (POST + LOCAL, rb'{"tokens": [[1]], "masks": [[1]], "scores": [1], "env_id": "\ud800"}', 422),
     "message": (b"POST /register-env HTTP/1.1" + LOCAL, rb'{"desired_name": "\ud800"}', 422),
-    "key": (b"POST /scored_data HTTP/1.1\r\nAtropos-Key: \xff" + LOCAL, GROUP, 422),
-    "ticket": (b"POST /scored_data HTTP/1.1\r\nAtropos-Ticket: \xff" + LOCAL, GROUP, 422),
+    "key": (POST + b"\r\nAtropos-Key: \xff" + LOCAL, GROUP, 422),
+    "ticket": (POST + b"\r\nAtropos-Ticket: \xff" + LOCAL, GROUP, 422),
     "host": (b"GET / HTTP/1.1\r\nHost: \xff", b"", 403),
     "path": (b"GET /%ed%a0%80 HTTP/1.1" + LOCAL, b"", 404),
 }
@@ -54,5 +51,5 @@ async def test_what_is_no_text_gets_an_answer(tmp_path, head, body, status):
 
 async def test_a_body_that_does_not_arrive_gets_408(tmp_path, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
-    answer = await ask(tmp_path, b"POST /scored_data HTTP/1.1" + LOCAL, b"{", length=100)
+    answer = await ask(tmp_path, POST + LOCAL, b"{", length=100)
     assert answer.startswith("HTTP/1.1 408 ") and "1 bytes of a body within 0.2 s: send it faster" in answer

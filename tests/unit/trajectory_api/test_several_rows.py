@@ -7,7 +7,6 @@ import orjson
 import pytest
 
 from helpers.trajectory_service import begin, join, registration
-from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
 from recipe.atropos.trajectory_api import database, delivery, ingest, records, status, wire
 from recipe.atropos.trajectory_api.endpoints import RequestRefused
@@ -15,13 +14,13 @@ from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 from recipe.atropos.trajectory_api.store import DATABASE
 
 
-def a_group(numbers, scores=None, **overrides):
-    """A group of a sequence for each number, which is its trajectory and, unless given, its score."""
+def a_group(numbers):
+    """A group of a sequence for each number, which is its trajectory and its score."""
     return {
         "tokens": [[1, 2]] * len(numbers),
         "masks": [[-100, 2]] * len(numbers),
-        "scores": [float(number) for number in numbers] if scores is None else scores,
-        "group_overrides": {"trajectory": numbers, **overrides},
+        "scores": [float(number) for number in numbers],
+        "group_overrides": {"trajectory": numbers},
     }
 
 
@@ -37,32 +36,6 @@ def test_a_groups_size_is_its_number_of_trajectories():
     for one in (parsed, packed):
         assert (one.trajectories, len(one.lengths), len(one.tokens)) == (2, 4, 8)
     assert orjson.loads(unpack(parsed.record).to_json())["group_overrides"] == {"trajectory": [7, 7, 3, 7]}
-
-
-@pytest.mark.parametrize(
-    ("group", "words"),
-    [
-        (
-            a_group([1, 2]) | {"group_overrides": {"trajectory": [1]}},
-            r"trajectory is \[1\], not a list over 2 sequences",
-        ),
-        (a_group([1, 2]) | {"group_overrides": {"trajectory": 1}}, "trajectory is 1: Expected `array"),
-        (a_group([1, 2]) | {"group_overrides": {"trajectory": []}}, r"trajectory is \[\], not"),
-        (a_group([1, True]), r"trajectory\[1\] is True: Expected `int`"),
-        (a_group([1, 1.0]), r"trajectory\[1\] is 1.0: Expected `int`"),
-        (a_group(["a", "a"], [0.0, 0.0]), r"trajectory\[0\] is 'a': Expected `int`"),
-        (a_group([1, 2, 1], [0.5, 1.0, 0.25]), "trajectory 1 has scores 0.5 and 0.25"),
-        (a_group([4, 4], raw_scores=[1.0, 0.0]), "trajectory 4 has raw_scores 1.0 and 0.0"),
-    ],
-    ids=range(8),
-)
-def test_malformed_trajectories_are_refused_alike(group, words):
-    """By the Trajectory API on both of its paths, and by whoever reads a group."""
-    body = orjson.dumps(group)
-    for read in (lambda: ScoredGroup.from_mapping(group), lambda: parse_json(body, several=False)):
-        with pytest.raises(RefusedGroup, match=words) as refused:
-            read()
-        assert refused.value.reason == "malformed"
 
 
 async def test_batches_count_trajectories_and_split_none(service):

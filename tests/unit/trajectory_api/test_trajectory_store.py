@@ -57,31 +57,20 @@ async def test_what_was_written_is_loaded(tmp_path, durability):
         assert await store.read(database.read_batch, 1) == [b"record 2"]
 
 
-async def test_batches_keep_the_order_that_they_were_cut_in(store):
-    await append(store, 1, 2, 3, 4)
-    await store.write(database.cut, 1, [3, 1])
-    assert await store.read(database.read_batch, 1) == [b"record 3", b"record 1"]
-    assert await store.read(database.read_batch, 2) == []
-
-
-async def test_batches_that_are_queued_again_return_in_order(store):
+async def test_batches_keep_their_order_and_return_in_that_of_groups(store):
+    """Where they are queued again; those that are deleted leave the others."""
     await append(store, 1, 2, 3, 4, 5)
     for number, ids in enumerate(([2], [4, 1], [3]), start=1):
         await store.write(database.cut, number, ids)
+    assert await store.read(database.read_batch, 2) == [b"record 4", b"record 1"]
+    assert await store.read(database.read_batch, 4) == []
+    assert await store.write(database.delete_batches, 1, 1), "more may be left"
+    assert not await store.write(database.delete_batches, 1, 1)
+    assert [batch["number"] for batch in await store.read(database.list_batches)] == [2, 3]
+    assert await store.read(database.read_record, 2) is None
     assert [entry.id for entry in await store.write(database.register, 1, last=1)] == [1, 3, 4]
     assert [entry.id for entry in await store.read(database.queued)] == [1, 3, 4, 5]
     assert (await store.read(database.read_run))["last"] == 1
-
-
-async def test_deleted_batches_leave_the_others(store):
-    await append(store, 1, 2, 3)
-    for number in (1, 2, 3):
-        await store.write(database.cut, number, [number])
-    assert await store.write(database.delete_batches, 2, 1)
-    while await store.write(database.delete_batches, 2):
-        pass
-    assert [batch["number"] for batch in await store.read(database.list_batches)] == [3]
-    assert await store.read(database.read_record, 1) is None
 
 
 async def test_a_full_disk_holds_writes_until_there_is_room(store, tmp_path):

@@ -68,7 +68,6 @@ def test_gpu_whose_nvidia_smi_hangs_is_an_error(machine, monkeypatch):
     ],
 )
 def test_trainer_and_servers_compute_on_the_same_device(machine, monkeypatch, gpus, options, environment, expected):
-    """The machine has GPUs."""
     machine(gpus)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

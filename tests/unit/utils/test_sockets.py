@@ -9,20 +9,25 @@ import urllib.request
 
 import aiohttp
 import pytest
+from atroposlib.envs.base import APIServerConfig
 
 from helpers.runs import run_of
 from helpers.squatter import NOBODY, needs_root, squats, squatted
 from helpers.waiting import until
+from recipe.atropos.adapter.recorded_calls import client_of
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.client import SGLangClient
-from recipe.atropos.inference.gateway_client import gateway_command
+from recipe.atropos.inference.gateway_client import GatewayClient, gateway_command
 from recipe.atropos.inference.server import SGLangLaunch, check_launch
 from recipe.atropos.launcher.sglang import InferenceServices, inference_healthy
 from recipe.atropos.launcher.startup import api_command
+from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.status import RunReader
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils import sockets
 from recipe.atropos.utils.process import free_port, port_is_free
-from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.secret import API_KEY_VARIABLE, environments_key
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,20 +68,46 @@ def test_squat_of_a_port_fails_before_and_after_its_service(name, tmp_path):
     assert port_is_free(port), "it is held no longer than the run"
 
 
+async def asks_server(url):
+    async with SGLangClient(url, "the-key") as client:
+        await client.weight_version()
+
+
+async def asks_gateway(url):
+    await GatewayClient(url, "the-key", timeout=1.0).fetch_status()
+
+
+async def asks_api(url):
+    async with TrajectoryApiClient(url, "the-key", retry_timeout=0.0) as client:
+        await client.diagnose()
+
+
+async def asks_as_environment(url):
+    async with client_of(APIServerConfig(base_url=f"{url}/v1", api_key="the-key"), 1.0) as client:
+        await client.model_info()
+
+
 @needs_root
-def test_squat_of_a_server_gets_no_key_and_is_named():
-    """Neither from the trainer's client nor from the launcher, which ends the run."""
+@pytest.mark.parametrize("ask", [asks_server, asks_gateway, asks_api, asks_as_environment])
+def test_squat_of_a_server_gets_no_key_and_is_named(ask, monkeypatch):
+    monkeypatch.setenv(API_KEY_VARIABLE, "the-key")
     port = free_port()
     named = f"process of user {NOBODY} listens at port {port} of 127.0.0.1"
-
-    async def ask():
-        async with SGLangClient(f"http://127.0.0.1:{port}", "the-key", own=True) as client:
-            await client.weight_version()
-
     with squatted(port) as sent:
         with pytest.raises(sockets.OtherUsersServer, match=named):
-            asyncio.run(ask())
+            asyncio.run(ask(f"http://127.0.0.1:{port}"))
     assert "the-key" not in str(sent)
+
+
+@needs_root
+def test_squat_of_the_apis_default_port_gets_no_key_from_a_view(tmp_path, monkeypatch):
+    """Before the run has started its own."""
+    monkeypatch.setenv(API_KEY_VARIABLE, "the-key")
+    port, run = free_port(), RunDir(tmp_path)
+    run.config.write_text(f"trainer: {{atropos: {{api_url: http://127.0.0.1:{port}}}}}")
+    with squatted(port) as sent, run.lock():
+        assert RunReader(tmp_path).read().state == "starting"
+    assert sent and "the-key" not in str(sent) and environments_key("the-key") not in str(sent)
 
 
 @needs_root

@@ -7,7 +7,6 @@ import pytest
 
 from helpers.gpu import load_decided
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.verl_ext import attention
 from recipe.atropos.verl_ext.attention import INSTALL, KEY, set_attention
 
 ACTOR = "actor_rollout_ref.actor"
@@ -24,9 +23,7 @@ def gpus(machine):
 def installed(request, monkeypatch):
     find = importlib.util.find_spec
     spec = "flash_attn" if request.param else None
-    monkeypatch.setattr(
-        attention.importlib.util, "find_spec", lambda name: spec if name == "flash_attn" else find(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "flash_attn" else find(name))
     return request.param
 
 

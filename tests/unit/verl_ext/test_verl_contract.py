@@ -90,6 +90,7 @@ def test_each_name_takes_what_it_is_given(use):
 
 
 def test_what_ours_derive_from_is_made_as_they_make_it():
+    """Of a worker group, what ``verl_ext.worker_group.LimitedWorkerGroup`` overrides, and what it is called with."""
     inspect.signature(ranks.RayResourcePool).bind(None, use_gpu=True, name_prefix="", max_colocate_count=1)
     inspect.signature(ranks.RayWorkerGroup).bind(None, None, ray_wait_register_center_timeout=1, device_name="")
     weights, rejection = algorithm.compute_rollout_correction_weights, algorithm.compute_rollout_rejection_mask
@@ -98,6 +99,12 @@ def test_what_ours_derive_from_is_made_as_they_make_it():
     options = ("rollout_rs", "rollout_rs_threshold")
     inspect.signature(rejection).bind(**dict.fromkeys(("log_ratio", "response_mask", *options)))
     assert len(USES) > 60 and {"agg_loss", "DataProto", "tensordict_utils"} <= {name for _, name, _ in USES.values()}
+    assert not cpu_platform.PlatformCPU.__abstractmethods__
+    assert list(inspect.signature(Engine.send_weights).parameters)[:3] == ["self", "weights", "global_steps"]
+    bind = inspect.signature(ranks.RayWorkerGroup._bind_worker_method)
+    assert list(bind.parameters) == ["self", "user_defined_cls", "func_generator"]
+    generator = list(inspect.signature(ray_base.func_generator).parameters)
+    assert generator == ["self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"]
 
 
 @pytest.mark.parametrize("owner", ATTRIBUTES, ids=lambda owner: getattr(owner, "__name__", str(owner)))
@@ -106,25 +113,8 @@ def test_each_attribute_is_there(owner):
     assert not missing
 
 
-def test_verl_contract_of_a_platform_is_answered_in_full():
-    assert not cpu_platform.PlatformCPU.__abstractmethods__
-
-
-def test_a_worker_group_binds_its_methods_by_a_generator_of_ours():
-    """What ``verl_ext.worker_group.LimitedWorkerGroup`` overrides, and what it is called with."""
-    bind = inspect.signature(ranks.RayWorkerGroup._bind_worker_method)
-    assert list(bind.parameters) == ["self", "user_defined_cls", "func_generator"]
-    generator = list(inspect.signature(ray_base.func_generator).parameters)
-    assert generator == ["self", "method_name", "dispatch_fn", "collect_fn", "execute_fn", "blocking"]
-
-
 def test_verl_contract_of_each_estimator():
-    """Each that can be chosen is registered, and takes what it is given."""
     always = ("token_level_rewards", "response_mask", "index", "config", "norm_adv_by_std_in_grpo")
     for needs in ESTIMATORS.values():
         compute = needs.compute or algorithm.get_adv_estimator_fn(needs.name)
         inspect.signature(compute).bind(**dict.fromkeys((*always, *needs.tensors)))
-
-
-def test_a_checkpoint_engine_is_made_as_ours_is():
-    assert list(inspect.signature(Engine.send_weights).parameters)[:3] == ["self", "weights", "global_steps"]

@@ -307,7 +307,8 @@ def test_watchdog_dates_a_fault_from_its_first_bad_step(fault):
     assert found.since == next(line["time"] for line in demo.steps if line["step"] == onset)
 
 
-def test_watchdog_dates_a_logprob_difference_by_fresh_samples():
+def test_watchdog_dates_a_fault_by_what_it_saw_last():
+    """A logprob difference by fresh samples, a silent server by its last answer."""
     demo = Demo(0)
     for line in demo.steps:
         if line["step"] % 2:
@@ -316,9 +317,6 @@ def test_watchdog_dates_a_logprob_difference_by_fresh_samples():
             line.pop("atropos/logprob_diff/fresh_mean", None)
     [found] = findings(history_of(demo.steps, begin=3), T)
     assert (found.alarm, found.since_step) == ("logprob_difference", 5), "the first of this start"
-
-
-def test_watchdog_dates_a_silent_server_by_its_last_answer():
     demo = Demo(0)
     server_paused(demo)
     [raised] = play(demo)
@@ -329,21 +327,30 @@ def test_watchdog_dates_a_silent_server_by_its_last_answer():
     assert raised["since_step"] == demo.step_at(raised["since"]) < raised["step"]
 
 
-def test_watchdog_says_whether_groups_became_equal_at_once():
-    for fault, says in ((equal_scores, "items gave a group"), (equal_groups_are_sent, "0% in the step before")):
-        assert says in played(fault)[0]["seen"]
-    before, _, after = ALARMS["equal_scores"].advice.partition("broken policy")
-    assert not before.count("scorer") and "broken scorer" in after.partition("easier problems")[0]
+no_reward = partial(agent_ends, sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16)
 
 
-def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
-    """Age and learning rate where fresh samples agree; servers, first, where they do not or none was fresh."""
-    for fault, says in (
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (equal_scores, "items gave a group"),
+        (equal_groups_are_sent, "0% in the step before"),
         (off_policy_samples, "updates old at actor/lr=0.0003, above 0.25; fresh samples agree (step 1)"),
         (logprob_difference_without_fresh_samples, "above 0.25; no sample was fresh"),
         (logprob_difference_of_fresh_samples, "0.3 nats in the mean over fresh samples"),
-    ):
-        assert says in played(fault)[0]["seen"]
+        (no_reward, "failed/exit_status ("),
+        (policy_broken, "samples differ from the policy by 0.82 nats; no group for "),
+        (policy_broken_and_trained_on, "actor/entropy=4, 0.063 in the first step; all "),
+    ],
+)
+def test_watchdog_says_the_cause_that_it_sees(fault, says):
+    """Of a difference: age and learning rate where fresh samples agree, the servers where they do not."""
+    assert says in played(fault)[0]["seen"]
+
+
+def test_watchdog_suspects_policy_and_servers_first():
+    before, _, after = ALARMS["equal_scores"].advice.partition("broken policy")
+    assert not before.count("scorer") and "broken scorer" in after.partition("easier problems")[0]
     demo = Demo(0)
     off_policy_samples(demo)
     logprob_difference_of_fresh_samples(demo)
@@ -354,21 +361,6 @@ def test_watchdog_names_the_cause_of_a_difference_that_it_sees():
 def test_watchdog_lets_an_agent_call_no_tool_at_times(few):
     """Or never, where its requests have none."""
     assert played(partial(agent_ends, sessions__ended=128, groups_sent=16, **few)) == []
-
-
-def test_watchdog_says_why_no_session_of_a_group_has_a_reward():
-    [raised] = played(
-        partial(agent_ends, sessions__ended=256, sessions__failed__exit_status=256, not_sent__no_group=16)
-    )
-    assert raised["alarm"] == "groups_refused" and "failed/exit_status (" in raised["seen"]
-
-
-def test_watchdog_says_how_a_policy_broke():
-    for fault, says in (
-        (policy_broken, "samples differ from the policy by 0.82 nats; no group for "),
-        (policy_broken_and_trained_on, "actor/entropy=4, 0.063 in the first step; all "),
-    ):
-        assert played(fault)[0]["seen"].startswith(says)
 
 
 @pytest.mark.parametrize("reason", ["solved", "earlier", "servers"])

@@ -166,15 +166,10 @@ def test_watchdog_accounts_for_alarms_over_all_starts():
         **{"raised": 2, "first_step": 3, "last_step": 9, "steps": 6 + 4, "now": True}
     }
     assert found["queue_full"]["now"] is False and found["queue_full"]["seen"] == "2 was seen"
-
-
-def test_watchdog_accounts_for_alarms_of_steps_that_are_undone():
-    """A start from the checkpoint of step 40 clears at that step what began after it."""
+    # A start from the checkpoint of step 40 clears at that step what began after it.
     entry = account([line("queue_full", "raised", 48, 45), line("queue_full", "cleared", 40, 45)], 40)["queue_full"]
     assert (entry["first_step"], entry["last_step"], entry["steps"], entry["now"]) == (45, 45, 1, False)
-
-
-def test_watchdog_accounts_for_an_alarm_of_another_version():
+    # An alarm of another version.
     entry = account([line("too_blue", "raised", 2, 1)], 3)["too_blue"]
     assert entry["means"] == "" and entry["advice"] == "paint" and entry["steps"] == 3
 

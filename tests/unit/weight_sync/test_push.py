@@ -22,13 +22,7 @@ from recipe.atropos.weight_sync.transports.tensor import TensorTransport
 pytestmark = pytest.mark.timeout(60)
 
 WEIGHTS = {"a.weight": torch.arange(6.0), "b.weight": torch.ones(2, 2)}
-PUSHED = [
-    "/pause_generation",
-    "/update_weights_from_disk",
-    "/flush_cache",
-    "/model_info",
-    "/continue_generation",
-]
+PUSHED = ["/pause_generation", "/update_weights_from_disk", "/flush_cache", "/model_info", "/continue_generation"]
 
 
 @contextlib.asynccontextmanager
@@ -81,7 +75,7 @@ def test_push_does_each_phase_on_all_servers_before_the_next(tmp_path, old):
     assert metrics["weight_sync/version"] == 7 and metrics["weight_sync/bytes"] == 6 * 4 + 4 * 4
 
 
-@pytest.mark.parametrize("endpoint", PUSHED[:-1])
+@pytest.mark.parametrize("endpoint", PUSHED)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, old, endpoint, failing):
     phases = dict(zip(PUSHED, ("pause", "deliver", "flush", "verify", "resume"), strict=True))
@@ -96,7 +90,7 @@ def test_push_that_fails_names_the_server_and_resumes_none(tmp_path, old, endpoi
     assert servers[1 - failing].url not in str(error)
     if endpoint == "/model_info":
         assert f"reports weight version '{'68'[failing]}' after a push of 7" in str(error)
-    assert not calls_to(servers, "/continue_generation")[0]
+    assert endpoint == PUSHED[-1] or not calls_to(servers, "/continue_generation")[0]
     done = PUSHED[: PUSHED.index(endpoint) + 1]
     assert all(server.endpoints == done for server in servers), "no later phase was begun"
     assert old.exists(), "what was staged before goes only after a push that succeeded"
@@ -116,11 +110,6 @@ def test_memory_of_a_push_that_failed_is_not_filled_again(tmp_path):
     gc.collect()
     asyncio.run(transport.stage([], iter(()), 9))
     assert not any(Path("/dev/shm", name).exists() for name in named[0] | named[1])
-
-
-def test_push_fails_where_a_server_cannot_resume(tmp_path):
-    servers, error, _ = pushed(tmp_path, before=lambda s: s[1].failures.update({"/continue_generation": 500}))
-    assert f"'resume' on {servers[1].url}" in str(error)
 
 
 class Unpaused:
@@ -190,6 +179,8 @@ def test_buckets_are_sent_one_at_a_time_while_the_next_is_filled():
         events.append(f"sent {names[0]}")
         sending -= 1
 
+    asyncio.run(send_in_buckets(two_buffers().of(iter(())), send))
+    assert not sent, "of nothing"
     asyncio.run(send_in_buckets(two_buffers().of(weights()), send))
     assert sent == [(f"t{i}", [float(i)] * 4) for i in range(5)]
     for i in range(3):  # t(i + 2) is known when bucket i + 1 is filled: one look ahead tells which bucket is the last
@@ -206,9 +197,6 @@ def test_buckets_of_later_pushes_are_no_larger_than_all_weights():
     assert allocated == [1000, 28], "the third push finds the second's"
     mixed = buckets.of(iter([("a", torch.ones(1)), ("b", torch.ones(1).bfloat16())]))
     assert [bucket.dtype for bucket in mixed] == ["float32", "bfloat16"]
-
-
-def test_buckets_use_two_buffers_again_and_again():
     weights = [(f"t{i}", torch.full((n,), float(i))) for i, n in enumerate((250, 200, 500, 250, 250, 500))]
     allocated = Allocations()
     buckets = Buckets(1000, allocated)
@@ -237,13 +225,6 @@ def test_buckets_hold_a_layers_attention_together(size):
     for layer in range(12):
         mine = [each for each in found if any(f".{layer}.self_attn." in name for name in each)]
         assert len(mine) == 1
-
-
-def test_buckets_of_nothing_send_nothing():
-    async def send(bucket):
-        raise AssertionError
-
-    asyncio.run(send_in_buckets(two_buffers().of(iter(())), send))
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])

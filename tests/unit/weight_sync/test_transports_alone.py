@@ -130,7 +130,6 @@ def test_handles_of_a_gpu_name_its_uuid(monkeypatch):
 
 
 def test_shared_memory_left_by_a_dead_server_goes_with_a_push():
-    """What the server had not read goes with the next push."""
     others = shared_memory()
     transport = tensor.TensorTransport(bucket_size=1 << 20)
     for bucket in transport._buckets.of(iter([("a", torch.ones(1000)), ("b", torch.ones(300_000))])):
@@ -152,7 +151,6 @@ def test_shared_memory_left_by_a_dead_server_goes_with_a_push():
     ],
 )
 def test_transport_auto_takes_shared_memory_where_it_can(tmp_path, wanted, urls, made):
-    """It takes the network where it must."""
     assert type(engine(urls, wanted, tmp_path)._transport).__name__ == made
 
 
@@ -177,10 +175,7 @@ def test_buckets_hold_each_tensor_once_and_take_two_buffers(tensors, size):
     assert sum(len(buffer) for buffer in buckets._buffers) <= 2 * largest
 
 
-MODEL = [
-    "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-]
+MODEL = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
 PIGEON = "trainer.atropos.weight_sync.transport=pigeon"
 
 

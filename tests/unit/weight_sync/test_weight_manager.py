@@ -5,6 +5,7 @@ import itertools
 import threading
 from types import SimpleNamespace
 
+import orjson
 import pytest
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
@@ -55,15 +56,10 @@ class Group:
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    """A dying server has no time to die."""
-    monkeypatch.setattr(fleet_module, "_DYING_SECONDS", 0.2)
-    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 0.05)
-
-
-@pytest.fixture
-def served(quick):
+def served(monkeypatch):
     """Two servers behind a gateway, their fleet, the ranks, and a way to run a coroutine where the servers are."""
+    monkeypatch.setattr(fleet_module, "_DYING_SECONDS", 0.2)  # a dying server has no time to die
+    monkeypatch.setattr(fleet_module, "_LOOK_SECONDS", 0.05)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(gateway()) as client:
         known = GatewayClient(client.url, KEY)
         fleet = ServerFleet([stub.url for stub in client.stubs], known, KEY, timeout=1)
@@ -166,10 +162,14 @@ def test_manager_is_built_as_the_configuration_says(options, adapter_only, tmp_p
 
 
 def test_manager_begins_only_with_every_server(served):
+    """And releases their memory only then."""
     manager = manager_of(served, startup_timeout=0.3)
     die(served, 1)
     with pytest.raises(ServersGone, match=f"only 1 of 2 SGLang servers answered for 0.3 s.*{served.fleet.urls[1]}"):
         manager.update_weights(0)
+    manager.memory = SimpleNamespace(release=lambda urls: pytest.fail("one is starting"))
+    with pytest.raises(ServersGone, match=f"only 1 of 2 SGLang servers answered for 1 s.*{served.fleet.urls[1]}"):
+        manager.offload_servers()
     assert not served.group.pushes and manager.version is None
 
 
@@ -285,13 +285,6 @@ def test_manager_gives_servers_their_memory_back_before_a_push(served, monkeypat
     assert len(order) == 11
 
 
-def test_memory_is_released_only_when_every_server_is_there(served):
-    manager = manager_of(served, memory=SimpleNamespace(release=lambda urls: pytest.fail("one is starting")))
-    die(served, 1)
-    with pytest.raises(ServersGone, match=f"only 1 of 2 SGLang servers answered for 1 s.*{served.fleet.urls[1]}"):
-        manager.offload_servers()
-
-
 def test_memory_that_cannot_be_given_back_is_logged(served, tmp_path, caplog):
     """It takes no error's place. As the trainer does at the end of ``fit``, whatever ended it."""
 
@@ -299,7 +292,9 @@ def test_memory_that_cannot_be_given_back_is_logged(served, tmp_path, caplog):
         raise web.HTTPNotImplemented
 
     url, served.stubs[0].info = served.fleet.urls[0], refuse
+    (tmp_path / "offloaded").touch()  # by a trainer that was killed
     manager = manager_of(served, memory=SharedMemory(served.fleet, "auto", tmp_path / "offloaded"))
+    assert not manager.memory.mark.exists(), "one that begins has no memory of anybody"
     manager.memory.released = {url: "1"}
     manager.memory.mark.touch()
     with pytest.raises(ZeroDivisionError):
@@ -311,9 +306,56 @@ def test_memory_that_cannot_be_given_back_is_logged(served, tmp_path, caplog):
     assert not manager.memory.released and not manager.memory.mark.exists()
 
 
-def test_a_trainer_that_begins_has_no_memory_of_anybody(tmp_path):
-    (tmp_path / "offloaded").touch()  # by one that was killed
-    assert not SharedMemory(ServerFleet([], None), "auto", tmp_path / "offloaded").mark.exists()
+@pytest.fixture
+def memory(served, tmp_path):
+    """That of both servers, which they have released."""
+    memory = SharedMemory(served.fleet, "retract", tmp_path / "offloaded")
+    memory.release(served.fleet.urls)
+    asked(served)
+    return memory
+
+
+def asked(served):
+    """What each server was asked for since the last call: which memory, or a path."""
+    found = []
+    for number, stub in enumerate(served.stubs):
+        found += [(number, *orjson.loads(body).get("tags", [path])) for _, path, body, _ in stub.seen]
+        stub.seen.clear()
+    return sorted(found)
+
+
+def test_memory_comes_back_in_two_parts_around_a_push(served, memory):
+    memory.resume_weights()
+    assert asked(served) == [(0, "weights"), (1, "weights")] and memory.mark.exists()
+    for stub in served.stubs:
+        stub.version = "2"
+    memory.resume_caches(2)
+    memory.resume(served.fleet.urls)
+    assert asked(served) == [(number, what) for number in (0, 1) for what in ("/continue_generation", "kv_cache")]
+    assert not memory.mark.exists()
+
+
+def test_memory_of_servers_that_die_holds_up_nobody(served, memory):
+    """Who died may be started again as soon as no other waits for its cache; one that was is left alone."""
+    _, second = served.fleet.urls
+    die(served, 0)
+    memory.resume_weights()
+    assert asked(served) == [(1, "weights")] and memory.mark.exists()
+    memory.forget(served.fleet.urls)
+    assert not memory.mark.exists() and not memory.without_cache
+    memory.without_cache, served.stubs[1].version = {second: "1"}, "default"
+    memory.resume_caches(2)
+    assert not asked(served), "it was started again, and has all of its memory"
+    die(served, 1)
+    with pytest.raises(WeightPushError, match=second):
+        memory.resume(served.fleet.urls)
+
+
+def test_memory_with_an_unanswered_return_is_remembered(served, memory):
+    for stub in served.stubs:
+        stub.reply = stub.for_ever
+    memory.resume_weights()
+    assert memory.without_cache.keys() == {*served.fleet.urls} and memory.mark.exists()
 
 
 @pytest.mark.parametrize("nobody", [True, False])
