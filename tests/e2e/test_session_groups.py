@@ -271,7 +271,7 @@ def half(item, text):
 
 
 def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
-    monkeypatch.setattr("recipe.atropos.sessions.groups._CREDIT_SECONDS", 0.5)
+    monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 0.5)
     restarted(sessions, credit=Credit(values=f"{__name__}:half"))
     for question in ("hang", "sum"):
         for number, session in enumerate(opened(sessions, size=6, item={"question": question})):

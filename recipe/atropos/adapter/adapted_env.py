@@ -29,7 +29,7 @@ from recipe.atropos.adapter.shaping import check_literals, dropped_by_environmen
 from recipe.atropos.adapter.teacher import TeacherFixes, taught_logprobs
 from recipe.atropos.adapter.validate import as_groups, check_limits, validated
 from recipe.atropos.algorithm.reward_bridge import RewardBridge
-from recipe.atropos.credit.group import OF_TURNS, CreditError, add_credit, has_advantages, turns_of
+from recipe.atropos.credit.group import OF_TURNS, CreditError, give_credit, has_advantages, turns_of
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.inference.client import InferenceError
@@ -177,7 +177,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
                     logger.warning("%s: no teacher: %s", self.report.name, error)
                     self.report.count("teacher_missing")
                     return
-            add_credit(group, credit, self.tokenizer, item, taught)
+            await give_credit(group, credit, self.tokenizer, item, taught)
 
     # ------------------------------------------------------------------ wandb
 

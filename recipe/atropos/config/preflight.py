@@ -229,7 +229,13 @@ def _ignored_credit(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rul
     """Yield settings under which the advantages of ``credit`` would be computed, sent, and not used."""
     estimator, own = config.algorithm.adv_estimator, {spec.key: spec.credit for spec in specs}
     temperature = config.actor_rollout_ref.rollout.temperature
-    for key, credit in (own or {"environment": config.environment.credit}).items():
+    given = own or {"environment": config.environment.credit}
+    yield (
+        None not in given.values() and not config.algorithm.norm_adv_by_std_in_grpo,
+        "algorithm.norm_adv_by_std_in_grpo=false has no effect with environment.credit, which scales advantages "
+        "itself; set it to true, or drop credit",
+    )
+    for key, credit in given.items():
         for ignored, setting, fix in (
             (
                 not ESTIMATORS[estimator].token_advantages,

@@ -4,7 +4,8 @@
 trainer: it writes the group's ``advantages``. The launcher does the same for an unmodified environment by
 ``environment.credit``. What it reads of the group, beside tokens, masks and scores, is in ``group_overrides``:
 
-- ``turn_values``: for each sequence the environment's check after each of its turns, in units of the score;
+- ``turn_values``: for each sequence the environment's check after each of its turns, in units of the score; null after
+  an episode's last one, if it has none but the score;
 - ``turn_states``: for each sequence what it calls the state before each turn; without it, the tokens before it;
 - ``raw_scores``: the environment's own, where a reward bridge has shaped the scores; read by ``outcome_gate``;
 - ``trajectory``: sequences of one number are one episode, whose turns are those of all of them, in order;
@@ -16,21 +17,25 @@ A turn is a run of trained tokens. A token that is not trained has advantage 0. 
 given, in ``credit`` of its ``group_overrides``.
 """
 
+import asyncio
 import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantages
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
+
+_SECONDS = 60.0  # that the values of a group's turns may take
 
 Values = Callable[[Any, str], float]
 
@@ -199,6 +204,7 @@ def add_credit(
         CreditError: the group has advantages already, a field of it has not one value for each turn, a value is not
             finite, the function of ``credit.values`` raises, or ``credit.teacher`` is without ``taught``, or with what
             only values and turns have an effect on.
+        RefusedGroup: ``credit.method`` needs values, and an episode of several decisions has none.
     """
     if has_advantages(group):
         raise CreditError("the environment sends advantages of its own; leave environment.credit out")
@@ -218,9 +224,9 @@ def add_credit(
         outcomes[i] = group["scores"][found[i].sequence]
     named, tokens = _overrides(group).get("turn_states"), group["tokens"]
     states = [str(named[s][turn]) if named else tuple(tokens[s][:start]) for s, turn, start, _ in found]
-    values = _values(
-        group, found, np.isnan(outcomes) | (credit.method == "mt_grpo"), tokenizer, item, credit.function()
-    )
+    values = _values(group, found, outcomes, credit, tokenizer, item)
+    if values is None and credit.method in ("vineppo", "mt_grpo") and (parents >= 0).any():
+        raise RefusedGroup(Reason.MALFORMED, f"{credit.method}: give values, or turn_values in group_overrides")
     decisions = Decisions(parents, outcomes, values, states)
     keys = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
     given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **keys)
@@ -237,16 +243,31 @@ def add_credit(
     group["advantages"] = [row.tolist() for row in rows]
 
 
+async def give_credit(
+    group: dict[str, Any],
+    credit: Credit,
+    tokenizer: Any,
+    item: Any,
+    taught: Sequence[Sequence[float]] | None = None,
+) -> None:
+    """Call ``add_credit`` in a thread, as a function of ``credit.values`` may take long; and raise CreditError if it
+    does not return in time.
+    """
+    try:
+        async with asyncio.timeout(_SECONDS):
+            await asyncio.to_thread(add_credit, group, credit, tokenizer, item, taught)
+    except TimeoutError:
+        raise CreditError(f"environment.credit.values: no values within {_SECONDS:g} s") from None
+
+
 def _check_read(group: dict[str, Any], credit: Credit, taught: Any) -> None:
     """Raise CreditError for what a rule needs and the group lacks, and for what would have no effect."""
     overrides, asked = _overrides(group), credit.teacher is not None
     unread = _UNREAD[credit.kind] | ({"turn_values"} if credit.shrink else set())
     found = [name for name in sorted(OF_TURNS & unread) if any(overrides.get(name) or ())]
-    valued = credit.values is not None or overrides.get("turn_values") is not None
     sampled = {each["temperature"] for row in overrides.get("sampling_params") or () for each in row or ()}
     for wrong, message in (
         (found, f"group_overrides has {', '.join(found)}, which would have no effect"),
-        (credit.method in ("vineppo", "mt_grpo") and not valued, "give values, or turn_values in group_overrides"),
         (asked and not taught, "it is asked for environments that the launcher starts; here nobody gave its logprobs"),
         (asked and not group.get("inference_logprobs"), "the group has no inference_logprobs of the policy"),
         (
@@ -348,31 +369,54 @@ def _after_turn(found: Sequence[Decision], sequence: int, turns: int, group: dic
 def _values(
     group: dict[str, Any],
     found: Sequence[Decision],
-    goes_on: np.ndarray,
+    outcomes: np.ndarray,
+    credit: Credit,
     tokenizer: Any,
     item: Any,
-    function: Values | None,
 ) -> np.ndarray | None:
-    """Return what was reached after each decision that is not an episode's last, (D,); None if nobody says it."""
+    """Return what was reached after each decision that is not an episode's last, (D,); None if nobody says it.
+
+    For ``mt_grpo`` it is the decision's own reward, of the last one too, 0 if that is None.
+    """
+    function, last = credit.function(), ~np.isnan(outcomes)
     if function is None and _overrides(group).get("turn_values") is None:
         return None
     values = np.zeros(len(found))
     numbers, said = trajectory_numbers(_overrides(group), len(group["scores"])), defaultdict[int, dict[int, str]](dict)
-    for i in np.flatnonzero(goes_on):
+    texts = {} if function is None else _texts(group, found, tokenizer)
+    for i in range(len(found)) if credit.method == "mt_grpo" else np.flatnonzero(~last):
         one, source, text = found[i], "group_overrides.turn_values", ""
         if function is not None:
-            tokens, of_episode = group["tokens"][one.sequence], said[numbers[one.sequence]]
-            end = next((after.start for after in found[i + 1 :] if after.sequence == one.sequence), len(tokens))
-            of_episode[one.sequence] = decoded(tokenizer, tokens[_prompt(group, one.sequence) : end])
+            of_episode = said[numbers[one.sequence]]
+            of_episode[one.sequence] = texts[i]
             text = "\n".join(of_episode.values())
             source = f"environment.credit.values for the text {text[-80:]!r}"
         try:
-            values[i] = function(item, text) if function else _overrides(group)["turn_values"][one.sequence][one.turn]
+            value = function(item, text) if function else _overrides(group)["turn_values"][one.sequence][one.turn]
+            values[i] = 0.0 if value is None and last[i] else value
         except Exception as error:
             raise CreditError(f"{source}: {error!r}") from error
     if not np.isfinite(values).all():
         raise CreditError(f"values of turns are {values.tolist()}; each must be a finite number")
     return values
+
+
+def _texts(group: dict[str, Any], found: Sequence[Decision], tokenizer: Any) -> dict[int, str]:
+    """Return the text of each decision's sequence from the end of the prompt to the next decision.
+
+    Only what each adds is decoded, if these parts are the whole text when they are joined: not where a character's
+    tokens are in two of them, nor by a tokenizer that leaves out the space before a text's first word.
+    """
+    texts: dict[int, str] = {}
+    for sequence in {one.sequence for one in found}:
+        own, tokens = [i for i, one in enumerate(found) if one.sequence == sequence], group["tokens"][sequence]
+        begin, ends = _prompt(group, sequence), [*(found[i].start for i in own[1:]), len(tokens)]
+        parts = [decoded(tokenizer, tokens[start:end]) for start, end in pairwise([begin, *ends])]
+        if "".join(parts) == decoded(tokenizer, tokens[begin:]):
+            texts |= zip(own, accumulate(parts), strict=True)
+        else:
+            texts |= {i: decoded(tokenizer, tokens[begin:end]) for i, end in zip(own, ends, strict=True)}
+    return texts
 
 
 def _prompt(group: dict[str, Any], sequence: int) -> int:

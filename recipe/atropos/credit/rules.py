@@ -14,6 +14,7 @@ another, or begins the episode; independent rollouts are chains, branches share 
 Shapes: D decisions, each after its parent.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -83,17 +84,37 @@ def returns(group: Decisions, gamma: float = 1.0, lam: float = 0.0, shrink: floa
 def centered(group: Decisions, found: np.ndarray) -> np.ndarray:
     """Return returns minus the mean of other decisions' returns, (D,), none of them before or after it.
 
-    With values the others are those in the same state at the same depth, and, counted as ``_PRIOR`` decisions, all that
-    begin no episode: they are many, and progress is as large anywhere. Without values they are at the same depth: those
-    in the same state, else the nearest relatives, under the closest ancestor that has any; an episode that has ended is
-    one of them, by its outcome, at every greater depth. What nothing can be compared with keeps its return.
+    The others are at the same depth, as returns shrink with the decisions that are left. An episode that has ended is
+    one of them at every greater depth: by 0 with values, since nothing is left to bring, else by its outcome. With
+    values they are those in the same state, and, counted as ``_PRIOR`` decisions, all. Without values they are those in
+    the same state, else the nearest relatives, under the closest ancestor that has any. What nothing can be compared
+    with keeps its return.
     """
     lineages = _lineages(group)
-    same: list[Hashable] = [  # the beginnings are in one state
-        (len(lineage), lineage[0] if group.states is None or lineage[0] < 0 else (group.states[i],))
-        for i, lineage in enumerate(lineages)
-    ]
-    return found - (_means_of_all if group.values is not None else _means_of_relatives)(group, found, lineages, same)
+    keys: list[list[Hashable]] = []  # of the decisions to compare each with, from those in the same state to all
+    for i, lineage in enumerate(lineages):  # the beginnings are in one state
+        state = lineage[0] if group.states is None or lineage[0] < 0 else (group.states[i],)
+        keys.append([(len(lineage), state), *((len(lineage), ancestor) for ancestor in lineage)])
+    sums: defaultdict[Hashable, float] = defaultdict(float)
+    counts: defaultdict[Hashable, int] = defaultdict(int)
+    for own, value in zip(keys, found, strict=True):
+        for key in dict.fromkeys(own):
+            sums[key] += value
+            counts[key] += 1
+    deepest = max(map(len, lineages))
+    for i in np.flatnonzero(group.ends):
+        for key in itertools.product(range(len(lineages[i]) + 1, deepest + 1), lineages[i]):
+            sums[key] += found[i] if group.values is None else 0.0
+            counts[key] += 1
+    others = np.zeros(len(found))
+    for i, own in enumerate(keys):
+        means = {key: (sums[key] - found[i]) / (counts[key] - 1) for key in own if counts[key] > 1}
+        if group.values is None:
+            others[i] = next(iter(means.values()), 0.0)
+        elif means:
+            alike = counts[own[0]] - 1
+            others[i] = (alike * means.get(own[0], 0.0) + _PRIOR * means[own[-1]]) / (alike + _PRIOR)
+    return found - others
 
 
 def _lineages(group: Decisions) -> list[list[int]]:
@@ -110,52 +131,6 @@ def _members(keys: Sequence[Hashable]) -> Iterable[list[int]]:
     for i, key in enumerate(keys):
         members[key].append(i)
     return members.values()
-
-
-def _means_of_all(
-    group: Decisions, found: np.ndarray, lineages: list[list[int]], same: Sequence[Hashable]
-) -> np.ndarray:
-    inner = group.parents >= 0
-    sums, counts = inner * found[inner].sum(), inner * float(inner.sum())
-    for i, lineage in enumerate(lineages):  # without itself, what is before it, and what is after it
-        before = lineage[:-2]
-        sums[i] -= inner[i] * found[[i, *before]].sum()
-        counts[i] -= inner[i] * (1 + len(before))
-        sums[before] -= found[i]
-        counts[before] -= 1
-    others = np.divide(sums, counts, out=np.zeros(len(found)), where=counts > 0)
-    for members in _members(same):
-        more = found[members].sum() - found[members]
-        prior = np.where(counts[members] > 0, _PRIOR, 0.0)
-        if len(members) > 1:
-            others[members] = (more + prior * others[members]) / (len(members) - 1 + prior)
-    return others
-
-
-def _means_of_relatives(
-    group: Decisions, found: np.ndarray, lineages: list[list[int]], same: Sequence[Hashable]
-) -> np.ndarray:
-    keys: list[list[Hashable]] = [
-        [key, *((len(lineage), ancestor) for ancestor in lineage)] for key, lineage in zip(same, lineages, strict=True)
-    ]
-    sums: defaultdict[Hashable, float] = defaultdict(float)
-    counts: defaultdict[Hashable, int] = defaultdict(int)
-    for own, value in zip(keys, found, strict=True):
-        for key in dict.fromkeys(own):
-            sums[key] += value
-            counts[key] += 1
-    deepest = max(map(len, lineages))
-    for i in np.flatnonzero(group.ends):
-        for depth in range(len(lineages[i]) + 1, deepest + 1):
-            for ancestor in lineages[i]:
-                sums[depth, ancestor] += found[i]
-                counts[depth, ancestor] += 1
-    others = np.zeros(len(found))
-    for i, own in enumerate(keys):
-        key = next((key for key in own if counts[key] > 1), None)
-        if key is not None:
-            others[i] = (sums[key] - found[i]) / (counts[key] - 1)
-    return others
 
 
 def weights(group: Decisions) -> np.ndarray:
@@ -224,9 +199,10 @@ def vineppo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
 
 def mt_grpo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
     """Return MT-GRPO's advantages (arXiv 2505.11821, as in its authors' code), (D,): GRPO's, and ``weight`` times the
-    turn's own reward, which ``values`` has here, normalized over the group's turns of its number."""
+    turn's own reward, which ``values`` has here, None for 0, normalized over the group's turns of its number."""
     turns = [*map(len, _lineages(group))]
-    return outcome_advantages(group) + weight * _normalized(np.asarray(group.values, float), turns)
+    rewards = np.zeros(len(turns)) if group.values is None else group.values
+    return outcome_advantages(group) + weight * _normalized(rewards, turns)
 
 
 PAPERS = {"gigpo": gigpo, "vineppo": vineppo, "mt_grpo": mt_grpo}  # of independent rollouts

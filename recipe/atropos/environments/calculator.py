@@ -57,7 +57,9 @@ class CalculatorEnvConfig(GSM8kEnvConfig):
         "tool", description="Role of the calculator's answers; 'user' for chat templates without tools"
     )
     tree_roots: int | None = Field(
-        None, ge=1, description="Conversations of a group that begin at the problem, the others branch; by default all"
+        None,
+        ge=2,  # the first decision of a single one is compared only where it was the last, which biases the gradient
+        description="Conversations of a group that begin at the problem, the others branch; by default all",
     )
     tree_tokens: int | None = Field(
         None, ge=1, description="Sampled tokens of a tree on average; it has fewer branches for it, by default all"

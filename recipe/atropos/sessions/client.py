@@ -28,7 +28,7 @@ class Opened(NamedTuple):
 def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str) -> dict[str, Any]:
     """Return the scored group of sessions, given as (id, reward, rows); their rows are of one trajectory each.
 
-    It has ``turn_values`` if all of them have some, but those of a single turn, whose value is the reward.
+    It has ``turn_values`` if all of them have some, but those of a single turn, for which the reward is enough.
     """
     group: dict[str, Any] = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
     overrides: dict[str, Any] = {"trajectory": [], "sessions": []}
@@ -42,7 +42,7 @@ def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str
     silent = any(rows["turn_values"][0] is None and sum(map(len, rows["turn_numbers"])) > 1 for *_, rows in outcomes)
     given = overrides.pop("turn_values")
     if any(given) and not silent:
-        overrides["turn_values"] = [values or [reward] for values, reward in zip(given, group["scores"], strict=True)]
+        overrides["turn_values"] = [values or [None] for values in given]
     group["group_overrides"] = overrides | {"group_size": len(outcomes), "env_name": env}
     return group
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from recipe.atropos.credit.group import Credit, CreditError, add_credit
+from recipe.atropos.credit.group import Credit, give_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.sessions.client import scored_group
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _TICKET_SECONDS = 60.0  # that a request waits for a ticket
 _SESSION_SECONDS = 3600.0  # of a session, if no limit is given: else one that was forgotten would hold its group
-_CREDIT_SECONDS = 60.0  # that the values of a group's turns may take
 _TRIES = 2
 
 
@@ -77,7 +76,7 @@ class Groups:
         credit: Credit | None = None,
         tokenizer: Any = None,
     ):
-        self._credit = None if credit is None else partial(add_credit, credit=credit, tokenizer=tokenizer)
+        self._credit = None if credit is None else partial(give_credit, credit=credit, tokenizer=tokenizer)
         self._store, self._api, self._reports = store, api, reports
         self._open_session, self._load, self._forget = open_session, load, forget
         self._groups = {group.id: group for group in map(_decode, store.groups())}
@@ -191,31 +190,21 @@ class Groups:
         if kept:
             outcomes = [(session.state.id, session.state.reward, session.rows()) for session in kept]
             made = scored_group(outcomes, group.request.env) | {"env_id": group.env_id}
-            if self._credit is not None:
-                await self._give_credit(made, group.request.item)
-        if len({session.state.reward for session in kept}) > 1 or any(map(any, made.get("advantages", ()))):
-            reason = None
-            try:
+        try:
+            if kept and self._credit is not None:
+                await self._credit(made, item=group.request.item)
+            if len({session.state.reward for session in kept}) > 1 or any(map(any, made.get("advantages", ()))):
                 await self._api.post_groups([made], group.ticket, group.id)
-            except RefusedGroup as error:
-                reason = error.reason
-            except TrajectoryApiError as error:
-                if error.may_change:
-                    raise
-                logger.error("group %s was refused: %s", group.id, error)
-                reason = error.reason
+                reason = None
+        except (RefusedGroup, TrajectoryApiError) as error:
+            if isinstance(error, TrajectoryApiError) and error.may_change:
+                raise
+            logger.error("group %s was refused: %s", group.id, error)
+            reason = error.reason
         await self._close(group, reason)
         self._reports.of(group.request.env).count("sessions/left_out", len(sessions) - len(kept))
         for session in sessions:
             self._forget(session)
-
-    async def _give_credit(self, made: dict[str, Any], item: Any) -> None:
-        """Raises CreditError, also if the function of ``environment.credit.values`` does not return in time."""
-        try:
-            async with asyncio.timeout(_CREDIT_SECONDS):
-                await asyncio.to_thread(self._credit, made, item=item)
-        except TimeoutError:
-            raise CreditError(f"environment.credit.values: no values within {_CREDIT_SECONDS:g} s") from None
 
     async def _close(self, group: SessionGroup, reason: str | None) -> None:
         """Remove a group; ``reason``: why its ticket is given back, None if it was posted."""

@@ -1,6 +1,8 @@
 """Groups as they are sent: collected from single trajectories, restored to what was sampled, refused by name."""
 
 import asyncio
+import json
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -80,6 +82,21 @@ def test_branches_need_credit_or_advantages_of_their_own(drifting_model):
     assert posted(env, group | {"advantages": [[1.0] * len(ids)] * 4}), "the environment has compared them"
     with pytest.raises(CreditError, match="give environment.credit, which compares them"):
         posted(env, group)
+
+
+def hangs(item, text):
+    time.sleep(1.0)
+    return 0.0
+
+
+def test_values_that_hang_are_named_and_stop_nothing_else(drifting_model, monkeypatch):
+    monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 0.1)
+    env = make(Scripted, drifting_model)
+    env.adapter_settings = AdapterSettings(credit=json.dumps({"method": "mt_grpo", "values": f"{__name__}:hangs"}))
+    prompt = chat(env.tokenizer, "go")
+    ids = prompt + sampled(env._calls.caches["train"], prompt, "a", "b", END).tokens.tolist()
+    with pytest.raises(CreditError, match="environment.credit.values: no values within 0.1 s"):
+        posted(env, env.group([{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}] * 4))
 
 
 def test_restored_groups_have_a_value_for_each_token(cache, tokenizer, prompt):

@@ -12,6 +12,7 @@ from recipe.atropos.adapter.flags import UsageError, take_settings
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import Credit, CreditError, _decisions, add_credit
 from recipe.atropos.credit.rules import PAPERS
+from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.errors import ConfigurationError
 
@@ -42,13 +43,11 @@ def group():
 
 
 def test_credit_of_turn_values_by_hand(group):
-    """All begin in one state; then no two histories are the same: each turn is compared with those of the others."""
+    """All begin in one state; then no two histories are the same: each turn is compared with others of its number."""
     group["group_overrides"] = {"turn_values": [[0.5, 0.5, 9], [0.0, 0.5, 9], [0.5, 0.0, 9], [0.0, 0.0, 9]]}
     add_credit(group, Credit(lam=0.0))
     progress = np.array([[0.5, 0.0, 0.5], [0.0, 0.5, -0.5], [0.5, -0.5, 0.0], [0.0, 0.0, 1.0]])
-    later = progress[:, 1:].sum()
-    centered = progress - (later - progress[:, 1:].sum(1, keepdims=True)) / 6
-    centered[:, 0] = progress[:, 0] - (progress[:, 0].sum() - progress[:, 0]) / 3
+    centered = progress - (progress.sum(0) - progress) / 3
     scale = np.sqrt((centered**2).mean(1).mean() * 4 / 3)
     assert values_of(group) == [pytest.approx(row, abs=1e-5) for row in (centered / scale).tolist()]
 
@@ -76,7 +75,7 @@ def test_credit_of_one_episode_in_several_sequences(group):
     first, more, other = values_of(split)
     assert (len(first), len(more), len(other)) == (3, 1, 3)
     progress = [0.5, 0.0, 0.25, 0.25, 0.5, -0.25, -0.25]
-    compared = np.array([0.0, 0.25, 0.5, 0.5, 0.0, -5 / 12, -5 / 12])  # the first with one; later ones with all later
+    compared = np.array([0.0, 0.25, 0.5, 0.25, 0.0, -0.25, -0.5])  # the fourth with an episode that has ended, 0
     assert [*first, *more, *other] == pytest.approx(compared / compared[2] * first[2], abs=1e-6), progress
 
 
@@ -176,8 +175,25 @@ def test_credit_values_are_given_all_of_an_episode():
     assert sorted(TEXTS) == ["A.", "A.\na.", "Z."]
 
 
+class Words(Letters):
+    """One that leaves out the space before a text's first word, as those of SentencePiece do."""
+
+    def decode(self, tokens, **_):
+        return super().decode(tokens).removeprefix(" ")
+
+
+@pytest.mark.parametrize("tokenizer", [Letters(), Words()])
+def test_credit_values_are_given_text_as_it_is_decoded_at_once(tokenizer):
+    text = "?A. B. C"
+    masks = [[-100 if each in "?." else ord(each) for each in text]]
+    group = {"tokens": [[*map(ord, text)]], "masks": masks, "scores": [1.0]}
+    TEXTS.clear()
+    add_credit(group, Credit(values=f"{__name__}:heard"), tokenizer)
+    assert TEXTS == ["A.", "A. B."]
+
+
 def test_credit_cuts_long_turns_without_decoding_each_beginning():
-    """Forty lines of fifty characters: the values need each beginning once, the cuts only what is near."""
+    """Forty lines of fifty characters: the values need each once, and the whole, the cuts only what is near."""
     decoded, row = [], [*map(ord, ("x" * 49 + "\n") * 40)]
 
     class Counted(Letters):
@@ -187,7 +203,7 @@ def test_credit_cuts_long_turns_without_decoding_each_beginning():
 
     group = {"tokens": [[1, *row]], "masks": [[-100, *row]], "scores": [1.0]}
     add_credit(group, Credit(spans="\n", values=f"{__name__}:heard"), Counted())
-    assert sum(decoded) < sum(50 * line for line in range(40)) + 20 * len(row)
+    assert sum(decoded) < 22 * len(row)
 
 
 def test_credit_tells_long_histories_in_arrays_apart():
@@ -219,8 +235,6 @@ def test_credit_tells_long_histories_in_arrays_apart():
         ({"branches": [None, None]}, "branches=.*: sequence 2: list index out of range"),
         ({"branches": 3}, "branches=3: sequence 0"),
         *(({"turn_values": [[x, 0.5, 1.0]] * 4}, "each must be a finite number") for x in (np.nan, np.inf, None)),
-        ({}, "vineppo: give values, or turn_values in group_overrides"),
-        ({}, "mt_grpo: give values, or turn_values in group_overrides"),
         ({"turn_values": [[0.5] * 3] * 4}, "gigpo: group_overrides has turn_values"),
         ({"branches": [None, [0, 1], None, None]}, "gigpo: group_overrides has branches"),
     ],
@@ -230,6 +244,18 @@ def test_credit_names_what_is_missing_or_not_read(group, overrides, message):
     group["group_overrides"], method = overrides, message.partition(": ")[0]
     with pytest.raises(CreditError, match=message):
         add_credit(group, Credit(method=method) if method in PAPERS else Credit())
+
+
+@pytest.mark.parametrize("method", ["vineppo", "mt_grpo"])
+def test_credit_by_values_of_turns_refuses_a_group_without(group, method):
+    """As one of a reason that is counted; of single turns the score is enough."""
+    with pytest.raises(RefusedGroup, match=f"{method}: give values, or turn_values in group_overrides") as refused:
+        add_credit(group, Credit(method=method))
+    assert refused.value.reason == Reason.MALFORMED
+    single = random_group(np.random.default_rng(0), V, turns=1, size=4) | {"scores": [1.0, 0.0, 0.0, 1.0]}
+    add_credit(single, Credit(method=method))
+    expected = 2 / 3 if method == "vineppo" else 0.5 / np.sqrt(1 / 3)  # over the mean of others; or by the deviation
+    assert np.ravel(values_of(single)) == pytest.approx(expected * np.array([1, -1, -1, 1]), abs=1e-5)
 
 
 def test_credit_does_not_shrink_values_of_the_environment(group):

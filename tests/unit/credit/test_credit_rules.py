@@ -89,6 +89,13 @@ def test_credit_with_values_compares_with_state_and_all():
     assert found[[3, 5]] == pytest.approx([-0.25 - (-0.25 + 4 * 0.125) / 5] * 2)
 
 
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("states", [None, ["start", "a", "b", "c"] * 8])
+def test_credit_of_a_group_in_which_nothing_differs_is_zero(lam, states):
+    group = replace(chains([1.0] * 8, [4] * 8, [[-0.5, 0.0, 0.5]] * 8), states=states)
+    assert not advantages(group, lam=lam).any()
+
+
 @pytest.mark.parametrize(
     ("lengths", "values"), [([1] * 4, None), ([1] * 4, [[]] * 4), ([3, 1, 5, 2], None)], ids=["one", "values", "long"]
 )
@@ -216,7 +223,8 @@ def test_credit_is_unbiased_where_the_policy_stops(with_values):
     assert cosine < 0.999, "normalizing by the index of a turn is biased"
 
 
-def test_credit_of_branches_is_unbiased():
+@pytest.mark.parametrize("with_values", [True, False])
+def test_credit_of_branches_is_unbiased(with_values):
     """Two rollouts, each of which goes on in two ways after its first decision, if it goes on."""
     item = Item((0,), skills=1, slack=0)
     policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(2, 3)))
@@ -234,9 +242,11 @@ def test_credit_of_branches_is_unbiased():
     total = {True: np.zeros_like(policy), False: np.zeros_like(policy)}
     for one, two in itertools.product(trees, repeat=2):
         parents = np.array([*one[1], *(parent + len(one[1]) * (parent >= 0) for parent in two[1])])
-        group = Decisions(parents, np.array([*one[2], *two[2]]))
-        found = Sample(group, np.array([item.row(state) for state in one[3] + two[3]]), np.array(one[4] + two[4]))
-        credit = centered(group, returns(group))
+        states, actions = one[3] + two[3], np.array(one[4] + two[4])
+        values = np.array([item.value(item.after(*each)[0]) for each in zip(states, actions, strict=True)])
+        group = Decisions(parents, np.array([*one[2], *two[2]]), values if with_values else None)
+        found = Sample(group, np.array([item.row(state) for state in states]), actions)
+        credit = centered(group, returns(group, lam=1.0))
         for weighted in total:
             gradient = found.gradient(policy, credit * (weights(group) if weighted else 1.0))
             total[weighted] += one[0] * two[0] * gradient * group.ends.sum() / 2  # of two rollouts

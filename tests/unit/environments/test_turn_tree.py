@@ -107,6 +107,8 @@ def test_a_turn_tree_is_refused_where_there_can_be_none(keys, make_env):
     for options in (tokens, tokens | values, values | {"tree_roots": 2}):
         with pytest.raises(ConfigurationError, match="give tree_roots, alone or with tree_tokens, or value_c"):
             keys(**options)
+    with pytest.raises(ValueError, match="(?s)tree_roots.*greater than or equal to 2"):
+        keys(tree_roots=1)  # its first decision would be compared with nothing
     assert "branches_at_root" not in keys().report.counts
 
 

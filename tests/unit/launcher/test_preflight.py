@@ -34,6 +34,7 @@ CASES = {
     ),
     "environment.credit.teacher.hint=json:no_such": "environment.credit.teacher.hint=json:no_such: ",
     f"environment.credit={{}} {ATROPOS}.use_advantages=false": "use_advantages=false; set it to true, or drop credit",
+    "environment.credit={} algorithm.norm_adv_by_std_in_grpo=false": "grpo=false has no effect with environment.credit",
     f"{ATROPOS}.advantage_clipping=[1,-1]": "low below high",
     f"{ACTOR}.policy_loss.loss_mode=dro": "dro_beta",
     f"{ACTOR}.policy_loss.loss_mode=bypass_mode": "bypass_mode=true; set it",

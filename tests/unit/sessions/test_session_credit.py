@@ -35,21 +35,28 @@ async def delegates(item, base_url, api_key):
     await ask(await ask([{"role": "user", "content": "result"}]))
     first = await ask(first)
     await ask([{"role": "user", "content": "no"}, *first[1:]])
-    return {"reward": REWARDS[tried % 2], "turn_values": VALUES[tried % 2][: item.get("values", 5)]}
+    return {"reward": REWARDS[tried % 2], "turn_values": VALUES[tried % 2][: item.get("values", 5)] or None}
+
+
+def rows(turns, values):
+    ids = [i for turn in range(turns) for i in (1, 5 + turn)]
+    masks = [i if i > 1 else -100 for i in ids]
+    return {"tokens": [ids], "masks": [masks], "turn_numbers": [[*range(turns)]], "turn_values": [values]}
 
 
 @pytest.fixture
 def sent(tmp_path, monkeypatch):
     """A function that returns what the adapter sends of a group of two sessions, the policy, and the counts."""
 
-    def send(**item):
+    def send(method="progress", **item):
         monkeypatch.setenv(API_KEY_VARIABLE, Sessions.KEY)
         tokenizer, items = chat_tokenizer(), tmp_path / "items.jsonl"
         tokenizer.save_pretrained(tmp_path / "model")
         items.write_text(f"{json.dumps(item)}\n" * 2)
         _, [handle] = ProgramEnv.config_init()
         handle.model_name = str(tmp_path / "model")
-        settings = AdapterSettings(credit=json.dumps({"lam": 0.0}))
+        credit = {"lam": 0.0} if method == "progress" else {"method": method}
+        settings = AdapterSettings(credit=json.dumps(credit))
         with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=[f"{n} is the sum" for n in range(40)])) as sessions:
             config = ProgramEnvConfig(
                 tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
@@ -105,18 +112,29 @@ def test_credit_of_too_few_values_fails_a_session(sent):
     assert groups == [] and counts["sessions/failed/SessionError"] == 4 and counts["sessions/left_out"] == 2
 
 
+@pytest.mark.parametrize("method", ["vineppo", "mt_grpo"])
+def test_credit_that_needs_values_refuses_a_group_without(sent, method):
+    """Its environment goes on."""
+    groups, _, counts = sent(method, values=0)
+    assert groups == [] and counts["not_sent/malformed"] == 1
+
+
 @pytest.mark.parametrize(("silent_turns", "kept"), [(1, True), (2, False)])
 def test_session_values_are_those_of_all_or_of_none(silent_turns, kept):
-    def rows(turns, values):
-        ids = [i for turn in range(turns) for i in (1, 5 + turn)]
-        masks = [i if i > 1 else -100 for i in ids]
-        return {"tokens": [ids], "masks": [masks], "turn_numbers": [[*range(turns)]], "turn_values": [values]}
-
     outcomes = [("a", 1.0, rows(2, [0.5, 1.0])), ("b", 0.0, rows(silent_turns, None))]
     group = scored_group(outcomes, "program")
-    assert group["group_overrides"].get("turn_values") == ([[0.5, 1.0], [0.0]] if kept else None)
+    assert group["group_overrides"].get("turn_values") == ([[0.5, 1.0], [None]] if kept else None)
     add_credit(group, Credit())
     assert group["group_overrides"]["credit"].endswith(", without values") != kept
+
+
+def test_session_of_one_turn_is_rewarded_once_by_mt_grpo():
+    """MT-GRPO adds the outcome once; of two turns and two sessions, the second turn's part is that of one alone, 0."""
+    group = scored_group([("a", 0.0, rows(2, [0.5, 7.0])), ("b", 1.0, rows(1, None))], "program")
+    add_credit(group, Credit(method="mt_grpo"))
+    part = np.sqrt(1 / 2)  # of each mean over deviation of two; first turns have the rewards 0.5 and 0, not 1
+    expected = [[0, part - part, 0, -part], [0, part - part]]
+    assert [[*row] for row in group["advantages"]] == [pytest.approx(row, abs=1e-5) for row in expected]
 
 
 def test_session_turn_values_have_one_for_each_turn(sessions):
