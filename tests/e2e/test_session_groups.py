@@ -194,7 +194,7 @@ def test_session_groups_wait_for_room_on_the_disk(sessions, api, caplog):
     assert [group["scores"] for group in batch(api)] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-def test_session_groups_that_the_api_refuses_give_back_their_ticket(sessions, api, monkeypatch):
+def test_session_groups_that_the_api_refuses_release_tickets(sessions, api, monkeypatch):
     async def refused(*_):
         raise TrajectoryApiError("too large", 413)
 

@@ -254,7 +254,7 @@ def test_distillation_fields_may_be_empty():
     assert teacher_of(data.batch, 1, 2) == [{}, {}]
 
 
-def test_what_a_teacher_says_of_untrained_positions_does_not_count():
+def test_a_teachers_untrained_positions_do_not_count():
     """As where vLLM adds the sampled token to the top-k of a prompt."""
     said = teacher([[-7], [7, 7, 8], [1, 2], [3, 4]], [[9.0, 9.0], [-1.0, -1.0, -1.0], [-1.0, -2.0], [-1.0, -2.0]])
     data, report = groups_to_data_proto([good_group(**said)], LIMITS)
