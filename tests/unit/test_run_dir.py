@@ -217,8 +217,9 @@ def test_run_dir_write_atomic_keeps_the_old_file_at_any_byte(tmp_path):
 def test_run_dir_partial_files_of_the_dead_are_removed(tmp_path):
     folder = RunDir(tmp_path)
     folder.environments.mkdir()
-    left = [tmp_path / name for name in (".1.lock", ".summary.json.1.partial", "environments/.a.jsonl.3.partial")]
-    kept = [tmp_path / name for name in (".2.lock", ".summary.json.2.partial", "mine.partial")]
+    names = ".lock.1.partial", ".summary.json.1.partial", "environments/.a.jsonl.3.partial", ".lock.4.partial"
+    left = [tmp_path / name for name in names]
+    kept = [tmp_path / name for name in (".lock.2.partial", ".summary.json.2.partial", "mine.partial")]
     for path in [*left, *kept]:
         path.touch()
     with kept[0].open("wb") as lock:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
 def main(given: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ default). ``--sessions`` lists the newest sessions of a run's agents, ``--sessio
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.text import Text
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
-from recipe.atropos.utils.files import printable, read_json
+from recipe.atropos.utils.files import printable
 
 UNLIKELY = -3.0  # nats, a probability of 5%; a less likely token is underlined
 _SESSIONS = 20  # that are listed
@@ -57,7 +56,7 @@ def show(
     configuration says.
     """
     # imported here: torch and transformers take seconds
-    from transformers import CONFIG_NAME, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from recipe.atropos.config.compose import load_recorded
     from recipe.atropos.data.rows import environment_name
@@ -66,14 +65,15 @@ def show(
     config = load_recorded(files.config)
     config.run.dir, model = str(files.path), config.actor_rollout_ref.model
     model.trust_remote_code = trust_remote_code
-    if not trust_remote_code and "auto_map" in read_json(Path(model.path) / CONFIG_NAME, {}):
-        raise ConfigurationError(
-            f"{model.path} is a model with code of its own, which would be run; give --trust-remote-code if you trust "
-            "it"
-        )
-    rows = rows_of_step(config, step)
+    try:
+        rows = rows_of_step(config, step)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        problem = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
+        raise ConfigurationError(f"{model.path} {problem}") from error
     row = find_row(rows, group, sequence)
-    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     tokens = list(tokens_of_row(rows, row, tokenizer))
     trained = [token for token in tokens if token["trained"]]
     largest = max(abs(token["advantage"]) for token in trained)
@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sessions", action="store_true", help=f"list the newest {_SESSIONS} sessions of agents instead"
     )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the model brings")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--session", metavar="ID", help="or print one of them, turn by turn")
 
 

@@ -250,14 +250,14 @@ async def give_credit(
     item: Any,
     taught: Sequence[Sequence[float]] | None = None,
 ) -> None:
-    """Call ``add_credit`` in a thread, as a function of ``credit.values`` may take long; and raise CreditError if it
-    does not return in time.
+    """Call ``add_credit`` in a thread, as a function of ``credit.values`` may take long. Raises as that; RefusedGroup,
+    too, if it does not return in time.
     """
     try:
         async with asyncio.timeout(_SECONDS):
             await asyncio.to_thread(add_credit, group, credit, tokenizer, item, taught)
     except TimeoutError:
-        raise CreditError(f"environment.credit.values: no values within {_SECONDS:g} s") from None
+        raise RefusedGroup(Reason.NO_GROUP, f"environment.credit.values: no values within {_SECONDS:g} s") from None
 
 
 def _check_read(group: dict[str, Any], credit: Credit, taught: Any) -> None:

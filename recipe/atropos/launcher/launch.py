@@ -146,6 +146,10 @@ async def watch(
         now, more = time.monotonic(), 0.0 if seen < total else _END_SECONDS
         if not ended and (now - last_step > limit + more or now - trained > longest + more):
             waited = f"{now - trained:.0f} s; trainer.atropos.step_timeout={limit:g} s"
+            if seen >= total:
+                raise trainer.failure(
+                    f"its last checkpoint or its export hangs, {now - trained:.0f} s after the last step"
+                )
             raise trainer.failure(f"no step after step {seen} for {waited}")
         if ended:
             if seen < total:

@@ -115,10 +115,10 @@ def token_columns(
     OmegaConf.resolve(config)
     config.run.dir = str(history.run.path)
     model = config.actor_rollout_ref.model
-    model.trust_remote_code = False  # it may be somebody else's run
+    model.trust_remote_code = False  # it may be somebody else's run; without a value it would be asked for
     if not Path(model.path).exists() and (history.run.model / "config.json").exists():
         model.path = str(history.run.model)  # the run may have been copied from another machine
-    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     found: dict[tuple[int, int], dict[str, Any]] = {}
     failed: DataSourceError | None = None
     numbers = {line["step"]: int(line["atropos/batch"]) for line in history.lines if "atropos/batch" in line}

@@ -15,11 +15,11 @@ import http.client
 import math
 import os
 import time
-import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 import psutil
@@ -253,8 +253,9 @@ class RunReader:
         key = _api_key(living[name]["pid"] for name in ("api", "gateway") if name in living)
         api = living.get("api", {}).get("url") or config.get("trainer", {}).get("atropos", {}).get("api_url")
         gateway = living.get("gateway", {}).get("url") or config.get("inference", {}).get("gateway")
-        diagnosis = _fetch(api, "/diagnose", key)
-        pool = _fetch(gateway, "/gateway/status", key)
+        owner = self.files.path.stat().st_uid
+        diagnosis = _fetch(api, "/diagnose", key, owner)
+        pool = _fetch(gateway, "/gateway/status", key, owner)
         known = {
             "api": _health_of_api(diagnosis),
             "gateway": _FINE if pool else _SILENT,
@@ -297,31 +298,20 @@ def _api_key(pids: Iterable[int]) -> str | None:
     return next(map(environments_key, filter(None, found)), None)
 
 
-class _Connection(http.client.HTTPConnection):
-    """Sends no key to a server of this machine that another user runs."""
-
-    def connect(self) -> None:
-        super().connect()
-        check_server(self.sock.getpeername(), self.sock.getsockname())
-
-
-class _Handler(urllib.request.HTTPHandler):
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, request)
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Handler)
-
-
-def _fetch(base: str | None, path: str, key: str | None) -> dict[str, Any] | None:
-    """Return the JSON object that an endpoint answers with, or None."""
+def _fetch(base: str | None, path: str, key: str | None, owner: int) -> dict[str, Any] | None:
+    """Return the JSON object that an endpoint answers with, or None; the key is for servers of the run's ``owner``."""
     if not base:
         return None
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    parts, headers = urlsplit(base), {"Authorization": f"Bearer {key}"} if key else {}
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
-        request = urllib.request.Request(base.rstrip("/") + path, headers=headers)
-        with _DIRECT.open(request, timeout=_ENDPOINT_SECONDS) as reply:
-            return orjson.loads(reply.read())
+        with contextlib.closing(kind(parts.netloc, timeout=_ENDPOINT_SECONDS)) as connection:  # without a proxy
+            connection.connect()
+            if key:
+                check_server(connection.sock.getpeername(), connection.sock.getsockname(), owner)
+            connection.request("GET", parts.path.rstrip("/") + path, headers=headers)
+            reply = connection.getresponse()
+            return orjson.loads(reply.read()) if reply.status == 200 else None
     except (OSError, ValueError, http.client.HTTPException, OtherUsersServer):
         return None
 

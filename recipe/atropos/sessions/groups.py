@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
 import sqlite3
 import time
 import uuid
@@ -118,9 +119,10 @@ class Groups:
         return self._open_session(**place, sampling=sampling, limits=limits)
 
     async def _registered(self, request: GroupRequest) -> int:
-        """Return the number of a group's environment, which the API registers once by its key."""
+        """Return the number of a group's environment, which the API registers once for this store."""
         about = {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0}
-        answer = await self._api.register_env(about, key=uuid.uuid5(uuid.NAMESPACE_URL, f"sessions/{request.env}").hex)
+        place = f"{socket.gethostname()}:{self._store.path.resolve()}:{request.env}"
+        answer = await self._api.register_env(about, key=uuid.uuid5(uuid.NAMESPACE_URL, place).hex)
         if answer["status"] != "success":
             raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
         return answer["env_id"]
@@ -165,16 +167,19 @@ class Groups:
         Raises:
             TrajectoryApiError, sqlite3.Error, OSError: they wait for the API, or for room on the disk.
         """
+        trouble = None
         for group in list(self._groups.values()):
             try:
                 await self._poll(group)
-            except (TrajectoryApiError, sqlite3.Error, OSError):
-                raise
+            except (TrajectoryApiError, sqlite3.Error, OSError) as error:
+                trouble = error
             except Exception as error:  # this group alone cannot be read, or be given credit
                 logger.error("group %s is given up: %s", group.id, error, exc_info=error)
                 await self._close(group, Reason.NO_GROUP)
         for env_id in {group.env_id for group in self._groups.values()}:
-            await self._api.status(env_id)  # it is alive
+            await self._api.status(env_id)  # it is alive, so its tickets are held
+        if trouble is not None:
+            raise trouble
 
     async def _poll(self, group: SessionGroup) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]

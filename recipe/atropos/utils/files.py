@@ -144,11 +144,11 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _writer(folder: Path) -> Iterator[int]:
-    """Yield a number for the names of partial files, with a locked file ``.NUMBER.lock`` beside them until the block
-    ends: processes in other containers and on other machines see the lock, unlike a pid.
+    """Yield a number for the names of partial files, with a locked file beside them until the block ends: processes in
+    other containers and on other machines see the lock, unlike a pid.
     """
     number = secrets.randbits(64)
-    with (folder / f".{number}.lock").open("xb") as lock:
+    with (folder / f".lock.{number}{PARTIAL}").open("xb") as lock:
         try:
             with contextlib.suppress(OSError):  # no file can be locked there, so nothing is removed either
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -167,7 +167,7 @@ def remove_partial(partial: Path) -> None:
         return
     with contextlib.ExitStack() as stack:
         try:
-            lock = stack.enter_context(partial.with_name(f".{writer}.lock").open("ab"))
+            lock = stack.enter_context(partial.with_name(f".lock.{writer}{PARTIAL}").open("ab"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,6 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.utils.files import cache_root
 from recipe.atropos.utils.private_process import SCRATCH
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -72,12 +72,15 @@ class Scratch:
         )
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of the run's processes. torch's compile cache is kept for later runs, where no other
-        user can write: torch runs what it holds.
+        """Return the environment of the run's processes. torch's compile cache is kept for later runs, unless another
+        user could write to it: torch runs what it holds.
         """
         compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         if not compiled or compiled.startswith(f"{tempfile.gettempdir()}/torchinductor_"):  # as torch itself sets it
-            compiled = str(cache_root() / "torchinductor")
+            own = _base() / f"torchinductor_{os.getuid()}"
+            with contextlib.suppress(OSError):
+                own.mkdir(mode=0o700)
+            compiled = str(own if _is_private(own) else self.folder / "torchinductor")
         return {"TMPDIR": str(self.folder), SCRATCH: str(self.folder), "TORCHINDUCTOR_CACHE_DIR": compiled}
 
     def shared_memory(self) -> Path:
@@ -170,6 +173,13 @@ def _lock(path: Path) -> int | None:
         pass
     os.close(descriptor)
     return None
+
+
+def _is_private(folder: Path) -> bool:
+    found = folder.lstat() if folder.exists() else None
+    return (
+        found is not None and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o22
+    )
 
 
 def _base() -> Path:

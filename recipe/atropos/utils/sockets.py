@@ -108,29 +108,28 @@ class OwnServers(aiohttp.TCPConnector):
         connection = await super().connect(*args, **kwargs)
         try:
             check_server(*map(connection.transport.get_extra_info, ("peername", "sockname")))
-        except OtherUsersServer:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, AttributeError | TypeError | ConnectionError):  # None: it was reset meanwhile
+                raise aiohttp.ClientConnectionError(f"the connection was reset as soon as made: {error}") from error
             raise
-        except (AttributeError, TypeError, ConnectionError) as error:  # None: it was reset meanwhile
-            connection.close()
-            raise aiohttp.ClientConnectionError(f"the connection was reset as soon as it was made: {error}") from error
         return connection
 
 
-def check_server(peer: Sequence[Any], own: Sequence[Any]) -> None:
+def check_server(peer: Sequence[Any], own: Sequence[Any], owner: int | None = None) -> None:
     """Check the server of a connection, given by its addresses, if it is on this machine.
 
     Raises:
-        OtherUsersServer: another user but root runs it.
-        ConnectionResetError: it accepted the connection, and listens no more.
+        OtherUsersServer: another user runs it than this process's, ``owner`` or root.
+        ConnectionResetError: nobody listens there any more.
     """
     (host, port, *_), (here, *_) = peer, own
     if host != here and not ipaddress.ip_address(host).is_loopback:
         return
     user = _listening_user(host, port)
     if user is None:
-        raise ConnectionResetError(f"no process listens at port {port} of {host}")
-    if user not in (_ROOT, os.geteuid()):
+        raise ConnectionResetError(f"no process listens at port {port} of {host}, or it is forwarded without one")
+    if user not in (_ROOT, os.geteuid(), owner):
         raise OtherUsersServer(
             f"a process of user {user} listens at port {port} of {host}, so the key is not sent; end it, or give the "
             "server another port"
@@ -146,7 +145,8 @@ def _listening_user(host: str, port: int) -> int | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     request = struct.pack("=IHHII", 72, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
     request += struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _TCP_LISTEN)
-    request += struct.pack("!HH16s16xIII", port, 0, socket.inet_pton(family, host), 0, *_NO_COOKIE)
+    address = socket.inet_pton(family, host.partition("%")[0])  # without the scope of a link-local one
+    request += struct.pack("!HH16s16xIII", port, 0, address, 0, *_NO_COOKIE)
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as kernel:
             kernel.send(request)

@@ -89,14 +89,15 @@ def hangs(item, text):
     return 0.0
 
 
-def test_values_that_hang_are_named_and_stop_nothing_else(drifting_model, monkeypatch):
+def test_values_that_hang_cost_their_group_and_are_named(drifting_model, monkeypatch, caplog):
     monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 0.1)
     env = make(Scripted, drifting_model)
     env.adapter_settings = AdapterSettings(credit=json.dumps({"method": "mt_grpo", "values": f"{__name__}:hangs"}))
     prompt = chat(env.tokenizer, "go")
     ids = prompt + sampled(env._calls.caches["train"], prompt, "a", "b", END).tokens.tolist()
-    with pytest.raises(CreditError, match="environment.credit.values: no values within 0.1 s"):
-        posted(env, env.group([{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}] * 4))
+    assert posted(env, env.group([{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}] * 4)) is None
+    assert env.report.counts["not_sent/no_group"] == 1
+    assert "environment.credit.values: no values within 0.1 s" in caplog.text
 
 
 def test_restored_groups_have_a_value_for_each_token(cache, tokenizer, prompt):
