@@ -48,6 +48,7 @@ class Turn:
     cause: str | None
     tools: bool
     children: list["Turn"] = field(default_factory=list)
+    _ids: np.ndarray | None = field(default=None, repr=False)  # of the newest turn that goes on from here
 
     def path(self) -> list["Turn"]:
         """Return the turns from the first of this history to this one."""
@@ -59,7 +60,16 @@ class Turn:
 
     def ids(self) -> np.ndarray:
         """Return prompt and reply, (length,) int32."""
-        return np.concatenate([part for turn in self.path() for part in (turn.added, turn.tokens)])
+        turn, parts = self, []
+        while turn is not None and turn._ids is None:
+            parts += [turn.tokens, turn.added]
+            turn = turn.parent
+        if parts:
+            known = [turn._ids] if turn is not None else []
+            self._ids = np.concatenate(known + parts[::-1])
+            if turn is not None:
+                turn._ids = None  # a path keeps its ids once
+        return self._ids
 
     def history(self) -> list[Message]:
         """Return the messages up to the reply, which is the last."""
