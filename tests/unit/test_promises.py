@@ -21,7 +21,7 @@ from recipe.atropos.config.keys import RENAMED, keys_of
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import main, parse_arguments
-from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
+from recipe.atropos.launcher.environment_processes import environment_command, environment_variables
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.private_process import SECRET_FLAGS
 
@@ -169,7 +169,7 @@ def test_promises_of_flags_are_fields_of_the_environments(tmp_path):
     [spec] = environment_specs(config).values()
     run = run_of(config, tmp_path)
     launched = environment_command(run, spec, "serve", "http://api", "http://server")
-    launched += json.loads(environment_secrets(run, spec)[SECRET_FLAGS])
+    launched += json.loads(environment_variables(run, spec)[SECRET_FLAGS])
     given = listed("Flags of environments", "Set by the launcher:")
     for flag in given + [each for each in listed("Flags of environments", "Yours:") if each.startswith("--")]:
         section, _, field = flag.removeprefix("--").partition(".")

@@ -21,7 +21,7 @@ from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, config_file
 from recipe.atropos.demo.small_policy import policy_folder
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
-from recipe.atropos.launcher.environment_processes import environment_secrets, serve_command
+from recipe.atropos.launcher.environment_processes import environment_variables, serve_command
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import command_of_gateway, plan_inference
 from recipe.atropos.launcher.startup import api_command, session_command, trainer_command
@@ -114,7 +114,7 @@ def service_commands(run: Run) -> dict[str, tuple[list[str], dict[str, str]]]:
     for spec in run.plan.specs.values():
         for replica, service in enumerate(spec.services):
             command = serve_command(run, spec, api_url, inference.gateway, replica)
-            found[service] = command, _shown(environment_secrets(run, spec))
+            found[service] = command, _shown(environment_variables(run, spec))
     return found
 
 

@@ -134,7 +134,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
     ]
     try:
         status, printed = run_command(
-            f"{_CHECK}{spec.name}", command, env=environment_secrets(run, spec), timeout=spec.start_timeout
+            f"{_CHECK}{spec.name}", command, env=environment_variables(run, spec), timeout=spec.start_timeout
         )
     except TimeoutError:
         return f"{spec.key}.target={spec.target}: not imported within {spec.key}.start_timeout={spec.start_timeout:g} s"
@@ -161,7 +161,7 @@ def environment_command(
     """Return the environment's command line through the adapter. ``spec.args`` override everything except ``flags``.
 
     ``args.KEY`` becomes ``--env.KEY``, and ``args.openai.KEY`` becomes ``--openai.KEY``; null omits a flag.
-    Flags that hold secrets are left out: see ``environment_secrets``.
+    Flags that hold secrets are left out: see ``environment_variables``.
     """
     known = adapter_flags(*policy_settings(run.config, api_url, server_url)) | {
         "env.wandb_name": spec.name,  # also the name that it registers with
@@ -205,9 +205,10 @@ def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str
     return environment_command(run, spec, "serve", api_url, server_url) + settings.flags()
 
 
-def environment_secrets(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
-    """Return environment variables with the environments' key, the address of the session server, if there is one, the
-    flags that are secret, for the adapter, and the same hash seed for all, on which generated problems may depend.
+def environment_variables(run: Run, spec: EnvironmentSpec) -> dict[str, str]:
+    """Return the environment variables of an environment's process: the environments' key, the flags that are secret,
+    for the adapter, the address of the session server, if there is one, the hosts that no proxy is asked for, and the
+    same hash seed for all, on which generated problems may depend.
 
     An interpreter of its own also gets a folder with the recipe alone on PYTHONPATH, before the launcher's.
     """
@@ -310,7 +311,7 @@ class EnvironmentProcesses:
         command = serve_command(self._run, spec, self._api_url, self._server_url, state.replica)
         variables = {
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
-            **environment_secrets(self._run, spec),
+            **environment_variables(self._run, spec),
         }
         if spec.placement == "ray":
             log = self._run.files.log(state.name)

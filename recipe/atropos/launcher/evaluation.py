@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe.atropos.config.env_specs import EnvironmentSpec
-from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
+from recipe.atropos.launcher.environment_processes import environment_command, environment_variables
 from recipe.atropos.launcher.services import Run
 from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.run.evaluations import (
@@ -188,7 +188,7 @@ class Evaluations:
         """
         flags = {"env.data_dir_to_save_evals": str(folder)}
         command = environment_command(self._run, spec, "evaluate", _NO_API, self._inference.gateway, **flags)
-        service = self._run.start(f"evaluate-{spec.name}", command, **environment_secrets(self._run, spec))
+        service = self._run.start(f"evaluate-{spec.name}", command, **environment_variables(self._run, spec))
         self._run.remove(service)  # its exit must not end the run
         before = after = None
         try:

@@ -100,25 +100,16 @@ class SessionServer:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_BODY_BYTES, middlewares=[self._errors])
-        of_programs = [
-            ("GET", "/v1/models", self.models),
-            ("POST", anthropic.COUNT_PATH, self.count_tokens),
-            *(("POST", dialect.PATH, partial(self.answer, dialect)) for dialect in DIALECTS),
-        ]
-        app.add_routes(
-            [
-                web.get("/health", self.health),
-                web.post("/sessions", self._of_environments(self.open)),
-                web.post("/groups", self._of_environments(self.open_group)),
-                web.get("/sessions/{id}/rows", self._of_environments(self.rows)),
-                web.post("/sessions/{id}/reward", self._of_environments(self.reward)),
-                *(
-                    web.route(method, start + path, handler)
-                    for start in ("", "/sessions/{id}")
-                    for method, path, handler in of_programs
-                ),
-            ]
-        )
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/sessions", self._of_environments(self.open))
+        app.router.add_post("/groups", self._of_environments(self.open_group))
+        app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
+        app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
+        for start in ("", "/sessions/{id}"):
+            app.router.add_get(f"{start}/v1/models", self.models)
+            app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
+            for dialect in DIALECTS:
+                app.router.add_post(start + dialect.PATH, partial(self.answer, dialect))
         app.cleanup_ctx.append(self._run)
         return app
 

@@ -176,10 +176,11 @@ def _lock(path: Path) -> int | None:
 
 
 def _is_private(folder: Path) -> bool:
-    found = folder.lstat() if folder.exists() else None
-    return (
-        found is not None and stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o22
-    )
+    """Return whether it is a folder of this user, to which nobody else can write."""
+    if not folder.exists():
+        return False
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o22
 
 
 def _base() -> Path:

@@ -108,10 +108,11 @@ class OwnServers(aiohttp.TCPConnector):
         connection = await super().connect(*args, **kwargs)
         try:
             check_server(*map(connection.transport.get_extra_info, ("peername", "sockname")))
-        except BaseException as error:
+        except (AttributeError, TypeError, ConnectionError) as error:  # None: it was reset meanwhile
             connection.close()
-            if isinstance(error, AttributeError | TypeError | ConnectionError):  # None: it was reset meanwhile
-                raise aiohttp.ClientConnectionError(f"the connection was reset as soon as made: {error}") from error
+            raise aiohttp.ClientConnectionError(f"the connection was reset as soon as it was made: {error}") from error
+        except BaseException:
+            connection.close()
             raise
         return connection
 

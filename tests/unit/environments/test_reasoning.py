@@ -9,7 +9,7 @@ import pytest
 from helpers.items import asked
 from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
-from recipe.atropos.launcher.environment_processes import environment_secrets
+from recipe.atropos.launcher.environment_processes import environment_variables
 from recipe.atropos.utils.machine import run_program
 
 
@@ -53,7 +53,7 @@ def test_processes_of_a_run_have_the_same_hashes(monkeypatch):
     found = set()
     for own in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", own)
-        found.add(run_program(sys.executable, "-c", "print(hash('a'))", **environment_secrets(run, spec)))
+        found.add(run_program(sys.executable, "-c", "print(hash('a'))", **environment_variables(run, spec)))
     assert len(found) == 1
 
 

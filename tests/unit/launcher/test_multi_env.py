@@ -26,7 +26,7 @@ from recipe.atropos.launcher.environment_processes import (
     _State,
     check_environments,
     environment_command,
-    environment_secrets,
+    environment_variables,
     write_bridge,
 )
 from recipe.atropos.launcher.launch import scores_of
@@ -111,7 +111,7 @@ def test_environments_ask_no_proxy_for_the_gateway(tmp_path, monkeypatch):
     for host, direct in (("10.20.30.40", "inside,10.20.30.40"), ("127.0.0.1", None)):
         run = run_of(config(A, f"inference.host={host}"), tmp_path)
         [spec] = run.plan.specs.values()
-        assert environment_secrets(run, spec).get("no_proxy") == direct
+        assert environment_variables(run, spec).get("no_proxy") == direct
 
 
 def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):

@@ -16,7 +16,7 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
-from recipe.atropos.launcher.environment_processes import environment_command, environment_secrets
+from recipe.atropos.launcher.environment_processes import environment_command, environment_variables
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.local_ray import start_ray
 from recipe.atropos.utils.secret import (
@@ -87,9 +87,9 @@ def test_secret_flags_are_in_no_command_line(tmp_path):
     assert run.api_key == KEY, "the user's own"
     [spec] = environment_specs(config).values()
     command = environment_command(run, spec, "serve", "http://api", "http://server")
-    flags = json.loads(environment_secrets(run, spec)[private_process.SECRET_FLAGS])
+    flags = json.loads(environment_variables(run, spec)[private_process.SECRET_FLAGS])
     assert flags == [f"--openai.api_key={environments_key(KEY)}", f"--env.judge_api_key={JUDGE}"]
-    assert environment_secrets(run, spec)[API_KEY_VARIABLE] == environments_key(KEY) != KEY
+    assert environment_variables(run, spec)[API_KEY_VARIABLE] == environments_key(KEY) != KEY
     server, variables = sglang_command(
         SGLangLaunch("m", python="py", port=5, device="cpu", api_key=KEY, extra_args={"admin_api_key": JUDGE})
     )
@@ -133,7 +133,7 @@ def test_secret_inside_of_a_value_is_hidden(overrides, names, tmp_path):
     config = compose_config("actor_rollout_ref.model.path=m", f"inference.api_key={KEY}", *overrides)
     [spec] = environment_specs(config).values()
     run = run_of(config, tmp_path)
-    flags = json.loads(environment_secrets(run, spec)[private_process.SECRET_FLAGS])
+    flags = json.loads(environment_variables(run, spec)[private_process.SECRET_FLAGS])
     command = environment_command(run, spec, "serve", "http://api", "http://server")
     kept = config_yaml(config).decode() + json.dumps(public_config(config))
     for text in (" ".join(command), kept):
