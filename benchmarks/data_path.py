@@ -40,7 +40,7 @@ from recipe.atropos.main import fill_in, ray_options
 from recipe.atropos.ray_trainer import RayGRPOAtroposTrainer
 from recipe.atropos.utils.gpus import decide_device, platform_variables
 from recipe.atropos.utils.local_ray import start_ray
-from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
+from recipe.atropos.verl_ext.batch import DataProto
 
 GROUPS, GROUP_SIZE, SEQUENCE_LENGTH = 64, 8, 2048  # the conversion's batch
 VOCABULARY = 512
@@ -330,7 +330,6 @@ def pad_to_maximum(batch: DataProto, limits: RowLimits, longest: int) -> DataPro
             "responses": responses,
             "input_ids": torch.cat([prompts, responses], dim=1),
             "attention_mask": attention_mask,
-            "position_ids": compute_position_id_with_mask(attention_mask),
             **{name: widened(name) for name in ("response_mask", "rollout_log_probs", "old_log_probs", "advantages")},
         },
         non_tensors=batch.non_tensor_batch,

@@ -132,16 +132,18 @@ def update_actor(
 def without_padding(batch: DataProto) -> TensorDict:
     """Return a batch as verl's engine reads it, in as few bytes as it can be: Ray copies them several times.
 
-    That is what verl's ``left_right_2_no_padding`` returns, without its loop over rows, and with these changes: masks
-    are bools; ``prompts`` and ``responses``, whose tokens ``input_ids`` has, are masks too, since only their widths are
-    read; what verl adds to find a token in the padded batch, of which every rank would get all, is left out.
+    That is what verl's ``left_right_2_no_padding`` returns, without its loop over rows, and with these changes:
+    ``input_ids`` are int32, and ``position_ids`` are left out, until ``CompactBatches``; masks are bools; ``prompts``
+    and ``responses``, whose tokens ``input_ids`` has, are masks too, since only their widths are read; what verl adds
+    to find a token in the padded batch, of which every rank would get all, is left out.
     """
     data = batch.to_tensordict()
     mask = data["attention_mask"] = data["attention_mask"].bool()
     data["response_mask"] = data["loss_mask"] = data["response_mask"].bool()
     data["prompts"], data["responses"] = mask.split([data["prompts"].shape[1], data["responses"].shape[1]], dim=1)
     tokens, lengths = mask.flatten().nonzero().squeeze(-1), mask.sum(-1)
-    for key in {"input_ids", "position_ids", "teacher_ids", "teacher_logprobs"} & set(data.keys()):
+    data["input_ids"] = data["input_ids"].int()
+    for key in {"input_ids", "teacher_ids", "teacher_logprobs"} & set(data.keys()):
         data[key] = torch.nested.nested_tensor_from_jagged(data[key].flatten(0, 1)[tokens], lengths=lengths)
     tu.assign_non_tensor(data, max_seq_len=mask.shape[1], max_response_len=data["response_mask"].shape[1])
     return data

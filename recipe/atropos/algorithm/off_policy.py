@@ -20,6 +20,7 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import DataProto
 
 _WEIGHTED_BY = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+_ROWS_AT_ONCE = 16  # which remain in the cache: verl makes some 30 tensors of their size
 COMPARED = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
 
 
@@ -71,7 +72,9 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
         sampled["response_mask"] = tensors["response_mask"]
         if config.rollout_is:
             options = {key: config[key] for key in _WEIGHTED_BY}
-            weights[indices], _ = compute_rollout_correction_weights(**sampled, **options)
+            at_once = len(indices) if config.rollout_is_batch_normalize else _ROWS_AT_ONCE
+            parts = zip(*(values.split(at_once) for values in sampled.values()), strict=True)
+            weights[indices] = torch.cat([compute_rollout_correction_weights(*part, **options)[0] for part in parts])
         if config.rollout_rs:
             options = {key: config[key] for key in ("rollout_rs", "rollout_rs_threshold")}
             kept, _ = compute_rollout_rejection_mask(**sampled, **options)

@@ -20,7 +20,7 @@ import torch
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import NO_TEACHER, ConversionReport, Row, RowLimits, VersionLimits
 from recipe.atropos.data.scored_group import Group
-from recipe.atropos.verl_ext.batch import DataProto, compute_position_id_with_mask
+from recipe.atropos.verl_ext.batch import DataProto
 
 _NOTHING = np.empty(0)
 
@@ -32,15 +32,12 @@ class _Padding(Row):
         """Nothing of it is trained on."""
 
 
-def _pad(arrays: Sequence[np.ndarray], width: int, dtype: np.dtype | type, fill: Any = 0, left: bool = False):
-    """Return a (B, width) tensor of ragged rows, padded on one side."""
-    out = np.full((len(arrays), width), fill, dtype=dtype)
-    for row, values in zip(out, arrays, strict=True):
-        if left:
-            row[width - len(values) :] = values
-        else:
-            row[: len(values)] = values
-    return torch.from_numpy(out)
+def _pad(arrays: Sequence[np.ndarray], width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a (B, width) tensor of ragged rows, with 0 after each."""
+    padded = torch.zeros(len(arrays), width, dtype=dtype)
+    for row, values in zip(padded.numpy(), arrays, strict=True):
+        row[: len(values)] = values
+    return padded
 
 
 def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
@@ -50,8 +47,8 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     Returns a DataProto with these tensors (int64 unless stated otherwise):
 
-    - ``prompts`` (B, P) left-padded; ``responses`` (B, R) right-padded; ``input_ids``, ``attention_mask``,
-      ``position_ids`` (B, S); ``response_mask`` (B, R);
+    - ``input_ids`` (B, S), of which ``prompts`` (B, P), left-padded, and ``responses`` (B, R), right-padded, are views;
+      ``attention_mask``, ``position_ids`` (B, S), 0 in the padding; ``response_mask`` (B, R);
     - ``token_level_scores`` (B, R) float32: the score on the last trained token;
     - ``atropos_advantages`` (B, R) float32, 0 where masked or not sent (``has_advantages`` says which rows have them);
     - ``rollout_log_probs`` (B, R) float32 if any row has them, 0 where masked (``has_log_probs`` says which rows do);
@@ -78,27 +75,29 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     def per_token(name: str) -> torch.Tensor:
         values = [_NOTHING if value is None else value for value in _column(filled, name)]
-        return _pad(values, width, np.float32)
+        return _pad(values, width, torch.float32)
 
     width = max(len(row.response) for row in filled)
     prompt_width = max(len(row.prompt) for row in filled)
-    prompts = _pad(_column(filled, "prompt"), prompt_width, np.int64, limits.pad_token_id, left=True)
-    responses = _pad(_column(filled, "response"), width, np.int64, limits.pad_token_id)
-    in_prompt = _pad([np.ones(len(row.prompt)) for row in filled], prompt_width, np.int64, left=True)
-    in_response = _pad([np.ones(len(row.response)) for row in filled], width, np.int64)
-    attention_mask = torch.cat([in_prompt, in_response], dim=1)
-    scores = np.zeros((len(filled), width), dtype=np.float32)
-    for out, row in zip(scores, filled, strict=True):
-        out[np.flatnonzero(row.mask)[-1:]] = row.score
+    input_ids = torch.full((len(filled), prompt_width + width), limits.pad_token_id)
+    attention_mask, position_ids = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
+    scores = torch.zeros(len(filled), width)
+    arrays = [tensor.numpy() for tensor in (input_ids, attention_mask, position_ids, scores)]
+    for row, ids, attended, positions, score in zip(filled, *arrays, strict=True):
+        begin, end = prompt_width - len(row.prompt), prompt_width + len(row.response)
+        ids[begin:end] = np.concatenate([row.prompt, row.response])
+        attended[begin:end] = 1
+        positions[begin:end] = np.arange(end - begin)
+        score[np.flatnonzero(row.mask)[-1:]] = row.score
 
     tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], dim=1),
+        "prompts": input_ids[:, :prompt_width],
+        "responses": input_ids[:, prompt_width:],
+        "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "position_ids": compute_position_id_with_mask(attention_mask),
-        "response_mask": _pad(_column(filled, "mask"), width, np.int64),
-        "token_level_scores": torch.from_numpy(scores),
+        "position_ids": position_ids,
+        "response_mask": _pad(_column(filled, "mask"), width, torch.int64),
+        "token_level_scores": scores,
         "atropos_advantages": per_token("advantages"),
     }
     if any(row.log_probs is not None for row in real):

@@ -2,7 +2,6 @@
 
 from verl.protocol import DataProto
 from verl.utils import tensordict_utils
-from verl.utils.model import compute_position_id_with_mask
 from verl.utils.py_functional import rename_dict
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.utils.padding import no_padding_2_padding

@@ -20,8 +20,9 @@ copies (``merged_lora_context``). Here the model is not modified: sums are compu
 ``ConfiguredOptimizer``: a resumed run has the learning rate, the schedule and the optimizer's other numbers from its
 configuration. verl takes those of the checkpoint, so that a change would be shown and have no effect.
 
-``RowTemperature``: a separate temperature per row. verl's engine supports this, but verl's trainer overwrites the
-temperatures with one value for the whole batch.
+``CompactBatches``: what the driver did not need to send (``mini_batches.without_padding``) is made here; and a separate
+temperature per row. verl's engine supports this, but verl's trainer overwrites the temperatures with one value for the
+whole batch.
 
 On a CPU only the wrapping differs: there is nothing to offload to, and FSDP1's ``sync_module_states`` rejects CPU
 parameters, so rank 0's weights are broadcast here.
@@ -99,14 +100,21 @@ class ConfiguredOptimizer:
         return used
 
 
-class RowTemperature:
+class CompactBatches:
     """Mixin; must precede one of verl's FSDP engines in the MRO.
 
-    If a batch has ``row_temperature``, (B,) float32, it replaces the batch's ``temperature`` in logprobs, entropies
-    and the logits that losses see.
+    Makes a batch's ``input_ids`` int64, and its ``position_ids``, which count from 0 in each row. If it has
+    ``row_temperature``, (B,) float32, that replaces the batch's ``temperature`` in logprobs, entropies and the logits
+    that losses see.
     """
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        ids = micro_batch["input_ids"].long()
+        offsets = ids.offsets()
+        positions = torch.arange(len(ids.values()), device=ids.device)
+        positions -= offsets[:-1].repeat_interleave(offsets.diff())
+        micro_batch["input_ids"] = ids
+        micro_batch["position_ids"] = torch.nested.nested_tensor_from_jagged(positions, offsets)
         if "row_temperature" in micro_batch:
             micro_batch["temperature"] = micro_batch["row_temperature"]
         return super().prepare_model_inputs(micro_batch=micro_batch)
@@ -242,12 +250,12 @@ def _check_servable(module: torch.nn.Module) -> None:
 
 # verl looks for an engine of the vendor before its own, which is registered by device only.
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
-class AtroposFSDPEngine(ConfiguredOffload, ConfiguredOptimizer, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
+class AtroposFSDPEngine(ConfiguredOffload, ConfiguredOptimizer, CompactBatches, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") on NVIDIA GPUs."""
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cpu")
-class CPUFSDPEngine(ConfiguredOptimizer, RowTemperature, PushedWeights, FSDPEngineWithLMHead):
+class CPUFSDPEngine(ConfiguredOptimizer, CompactBatches, PushedWeights, FSDPEngineWithLMHead):
     """FSDP1 ("fsdp") and FSDP2 ("fsdp2") over gloo. ``mixed_precision`` defaults to fp32 throughout."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -46,7 +46,7 @@ from recipe.atropos.verl_ext.ranks import (
 from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup
 
 # The parts of a batch that the ranks need; the rest stays on the driver.
-_FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"]
+_FORWARD_KEYS = ["prompts", "responses", "input_ids", "attention_mask", "response_mask"]
 _FORWARD_KEYS += ["row_temperature"]  # if rows were sampled at different temperatures
 _UPDATE_KEYS = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "teacher_ids", "teacher_logprobs"]
 _UPDATE_KEYS += ["trajectory_share"]  # if a trajectory has several rows

@@ -217,8 +217,8 @@ def test_correction_is_given_to_the_loss_in_bypass_mode_alone(bypass):
     ids=lambda settings: next(iter(settings)) + "=" + next(iter(settings.values())),
 )
 def test_correction_is_verls(settings):
-    """Its weights and mask are those of verl's own call, whose metrics come later."""
-    ratios, settings = [[0.5, 1.5, 4.0], [3.0, 3.0], [0.25], [1.0, 1.1]], correction(**settings)
+    """Its weights and mask, some rows at once, are those of verl's own call, whose metrics come later."""
+    ratios, settings = [[0.5, 1.5, 4.0], [3.0, 3.0], [0.25], [1.0, 1.1]] * 5, correction(**settings)
     expected, metrics = compute_rollout_correction_and_add_to_batch(rows_of(ratios), settings)
     found = rows_of(ratios)
     assert compare_with_engine(found, 0, settings).items() >= metrics.items() and metrics

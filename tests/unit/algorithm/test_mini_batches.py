@@ -18,6 +18,7 @@ from recipe.atropos.algorithm.mini_batches import (
 )
 from recipe.atropos.data.data_proto import rows_to_data_proto
 from recipe.atropos.data.rows import Row, RowLimits
+from recipe.atropos.verl_ext.engines import CompactBatches
 
 
 def some_rows(sizes, lengths, dropped=()):
@@ -152,19 +153,32 @@ def test_mini_batches_of_which_nothing_is_learned_are_left_out():
     assert metrics["atropos/mini_batches"] == [2] and metrics["atropos/mini_batches_without_token"] == [1]
 
 
+class Inputs:
+    """In the place of verl's engine: what the model would be given."""
+
+    def prepare_model_inputs(self, micro_batch):
+        return {key: micro_batch[key] for key in ("input_ids", "position_ids")}
+
+
 def test_batches_without_padding_are_verls():
-    """The tokens, in verl's own order, of rows that are padded on both sides, and of a padding row."""
+    """The tokens, in verl's own order, of rows that are padded on both sides, and of a padding row; in the engine their
+    positions too.
+    """
     batch = rows_to_data_proto(some_rows([2, 2], [3, 4, 5, 6]), RowLimits(12, 0), multiple_of=5)
     shape = (*batch.batch["input_ids"].shape, 2)
     batch.batch["teacher_ids"], batch.batch["teacher_logprobs"] = torch.randint(9, shape), torch.randn(shape)
     found, expected = without_padding(batch), left_right_2_no_padding(batch.to_tensordict())
-    for key in ("input_ids", "position_ids", "teacher_ids", "teacher_logprobs"):
+    for key in ("input_ids", "teacher_ids", "teacher_logprobs"):
         assert torch.equal(found[key].values(), expected[key].values()), key
         assert found[key].offsets().tolist() == expected[key].offsets().tolist()
     for key in ("max_seq_len", "max_response_len"):
         assert tu.get(found, key) == tu.get(expected, key)
     for key in ("attention_mask", "response_mask", "loss_mask"):
         assert torch.equal(found[key], expected[key].bool())
+    engine = type("Engine", (CompactBatches, Inputs), {})()
+    for key, values in engine.prepare_model_inputs(found).items():
+        assert torch.equal(values.values(), expected[key].values()) and values.dtype == torch.int64, key
+        assert values.offsets().tolist() == expected[key].offsets().tolist()
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_what_ours_derive_from_is_made_as_they_make_it():
     inspect.signature(ranks.RayWorkerGroup).bind(None, None, ray_wait_register_center_timeout=1, device_name="")
     weights, rejection = algorithm.compute_rollout_correction_weights, algorithm.compute_rollout_rejection_mask
     options = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-    inspect.signature(weights).bind(**dict.fromkeys(("log_ratio", "response_mask", *options)))
+    assert list(inspect.signature(weights).parameters)[:5] == ["log_ratio", "response_mask", *options]
     options = ("rollout_rs", "rollout_rs_threshold")
     inspect.signature(rejection).bind(**dict.fromkeys(("log_ratio", "response_mask", *options)))
     assert len(USES) > 60 and {"agg_loss", "DataProto", "tensordict_utils"} <= {name for _, name, _ in USES.values()}
