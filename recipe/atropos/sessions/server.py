@@ -255,7 +255,7 @@ class SessionServer:
         asked = dialect.read(given)
         digest = hashlib.blake2b(request.path.encode() + body, digest_size=16).digest()
         count = request.headers.get("x-stainless-retry-count", "")
-        exchange = session.exchange(digest, int(count) if count.isdecimal() else 0)
+        exchange = session.exchange(digest, int(count[:9]) if count.isdecimal() else 0)
         if exchange.task is None and exchange.number is None:
             exchange.task = asyncio.create_task(self._sample(session, asked, digest, exchange))
             self._tasks.add(exchange.task)
