@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import prepare_folder
@@ -91,7 +91,7 @@ def check_start(run: Run) -> None:
     for server in plan_servers(run, lora=False).values():
         check_launch(server)
     if inference.args:
-        check_flags(server, inference.args)
+        check_flags(server, OmegaConf.to_container(inference.args, resolve=True))
 
 
 def prepare_model(config: DictConfig, log_path: Path) -> None:

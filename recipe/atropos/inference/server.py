@@ -73,7 +73,7 @@ class SGLangLaunch:
         api_key: guards every endpoint but /health. It appears neither in the command line nor in the server's log.
         mem_fraction_static: None is 0.3 on a CPU.
         extra_args: further flags of `sglang.launch_server`, by name: True gives a bare flag, None and False give none,
-            a list several values. They override the flags set here, such as ``max_total_tokens``, 32768 on a CPU.
+            a list several values, a dict JSON. They override the flags set here, such as ``max_total_tokens``.
     """
 
     model_path: str
@@ -220,7 +220,8 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
             continue
         arguments.append(f"--{name}")
         if value is not True:
-            arguments.extend(map(str, value if isinstance(value, list | tuple) else [value]))
+            values = value if isinstance(value, list | tuple) else [value]
+            arguments.extend(json.dumps(each) if isinstance(each, dict) else str(each) for each in values)
     return arguments
 
 
@@ -316,13 +317,13 @@ def wrong_flags(given: Mapping[str, Any], flags: Mapping[str, list], version: st
     """Yield what is wrong with each flag. ``flags``: nargs, kind of number and choices, by ``--flag``."""
     for name, value in sglang_flags(given).items():
         option, told, sglang = f"--{name.replace('_', '-')}", f"inference.args.{name}={value}", f"SGLang {version}"
-        if option not in flags:
-            if not any(flag.startswith(option) for flag in flags):  # argparse completes
-                near = difflib.get_close_matches(option, flags, n=1)
-                meant = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
-                yield f"{told}: {sglang} has no such flag{meant}"
+        found = [option] if option in flags else [flag for flag in flags if flag.startswith(option)]
+        if len(found) != 1:  # argparse completes, but only to a single flag
+            near = [flag[2:].replace("-", "_") for flag in found or difflib.get_close_matches(option, flags, n=1)]
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            yield f"{told}: {sglang} has no such flag{meant}"
             continue
-        nargs, kind, choices = flags[option]
+        nargs, kind, choices = flags[found[0]]
         if nargs == 0 and not isinstance(value, bool | None):
             yield f"{told}: this flag of {sglang} takes no value; give true or false"
         elif nargs in (None, "+") and value is True:

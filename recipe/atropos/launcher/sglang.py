@@ -68,9 +68,10 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
     config, model = run.config.inference, run.config.actor_rollout_ref.model
     ports = [free_port(config.host) if config.port is None else config.port + i for i in range(config.servers or 1)]
     launches, for_adapter = {}, lora_arguments(model) if lora else {}
+    given = sglang_flags(OmegaConf.to_container(config.args, resolve=True))
     for i, port in enumerate(ports):
         # Servers with the same seed would sample the same answers to the same prompts.
-        own: dict[str, Any] = {"random_seed": run.config.seed + i, **for_adapter, **sglang_flags(config.args)}
+        own: dict[str, Any] = {"random_seed": run.config.seed + i, **for_adapter, **given}
         own.setdefault("trust_remote_code", model.trust_remote_code)
         launch = SGLangLaunch(
             model_path=model.path,

@@ -113,6 +113,7 @@ def test_cpu_shim_lets_no_module_of_sglang_pin_memory(tmp_path, asked, pinned):
 FLAGS = {
     "--tp-size": [None, "int", None],
     "--max-total-tokens": [None, "int", None],
+    "--max-loras-per-batch": [None, "int", None],
     "--schedule-conservativeness": [None, "float", None],
     "--attention-backend": [None, None, ["torch_native", "fa3"]],
     "--disable-radix-cache": [0, None, None],
@@ -125,6 +126,8 @@ FLAGS = {
     ("given", "told"),
     [
         ({"max_total_tokns": 3}, "max_total_tokns=3: SGLang 1 has no such flag; did you mean max_total_tokens?"),
+        ({"max": "x"}, "max=x: SGLang 1 has no such flag; did you mean max_total_tokens or max_loras_per_batch?"),
+        ({"max_total": "x"}, "max_total=x: SGLang 1 takes a whole number"),
         ({"no_such_flag": 1}, "no_such_flag=1: SGLang 1 has no such flag"),
         ({"tensor-parallel-size": "x"}, "tp_size=x: SGLang 1 takes a whole number"),
         ({"schedule_conservativeness": "x"}, "schedule_conservativeness=x: SGLang 1 takes a number"),

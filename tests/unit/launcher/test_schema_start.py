@@ -18,11 +18,11 @@ from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.models import SMALL_POLICIES, PolicyNotMade, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch
+from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, sglang_command
 from recipe.atropos.launch_services import check_start, parse_arguments, prepare_model
 from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
 from recipe.atropos.launcher.run_plan import plan_run
-from recipe.atropos.launcher.sglang import check_ports
+from recipe.atropos.launcher.sglang import check_ports, plan_servers
 from recipe.atropos.terminal import progress as progress_module
 from recipe.atropos.utils.process import unstopped
 
@@ -63,6 +63,31 @@ def test_schema_start_asks_for_nothing_that_is_made_later(tmp_path):
     model = (f"actor_rollout_ref.model.{option}" for option in adapter)
     config = load_config(["preset=demo", f"inference.python={python}", *model])
     check_start(run_of(config, tmp_path))
+
+
+def test_schema_start_gives_servers_lists_and_mappings(tmp_path, monkeypatch):
+    """As SGLang's parser takes them: a list as several words, a mapping as JSON."""
+    (tmp_path / "sglang-1.dist-info").mkdir()
+    (tmp_path / "sglang-1.dist-info/METADATA").write_text("Name: sglang\nVersion: 1\n")
+    (tmp_path / "sglang/srt").mkdir(parents=True)
+    (tmp_path / "sglang/srt/server_args.py").write_text("""class ServerArgs:
+    def add_cli_args(parser):
+        parser.add_argument("--cuda-graph-bs-decode", type=int, nargs="+")
+        parser.add_argument("--model-loader-extra-config")
+        parser.add_argument("--lora-paths", nargs="*")
+""")
+    monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
+    python = executable(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"')
+    loader, adapters = "{num_threads:8,fast:true}", "[{lora_name:a},'b=c']"
+    flags = f"{{cuda_graph_bs_decode:[1,2],model_loader_extra_config:{loader},lora_paths:{adapters}}}"
+    given = f"actor_rollout_ref.model.path={tmp_path}", "inference.device=cpu", f"inference.python={python}"
+    (tmp_path / "config.json").write_text("{}")
+    run = run_of(load_config(["preset=demo", *given, f"inference.args={flags}"]), tmp_path)
+    check_start(run)
+    command, _ = sglang_command(plan_servers(run)["sglang"])
+    assert command[command.index("--cuda-graph-bs-decode") :][:3] == ["--cuda-graph-bs-decode", "1", "2"]
+    assert command[command.index("--model-loader-extra-config") + 1] == '{"num_threads": 8, "fast": true}'
+    assert command[command.index("--lora-paths") :][1:3] == ['{"lora_name": "a"}', "b=c"]
 
 
 @pytest.mark.parametrize(
