@@ -17,9 +17,10 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
 
     Overall under ``atropos/``, and per environment under ``atropos/ENV/`` (name, else ``env_ID``, else ``unknown``):
 
-    - ``mean_score`` over trajectories; ``mean_raw_score``, before a reward bridge shaped it; ``mean_advantage`` over
-      trained tokens; ``trained_tokens``, their number; ``response_length``, mean tokens per row from the first trained
-      token on, including environment tokens between turns;
+    - ``mean_score`` over trajectories; ``mean_raw_score``, before a reward bridge shaped it; ``raw_score_min`` and
+      ``raw_score_max``, the lowest and highest of these; ``mean_advantage`` over trained tokens; ``trained_tokens``,
+      their number; ``response_length``, mean tokens per row from the first trained token on, including environment
+      tokens between turns;
     - ``groups``, their number; ``zero_signal_groups`` and ``zero_signal_share``, the number and share of groups whose
       advantages are all 0 (before normalization, which would shift them);
     - ``num_environments``, overall only;
@@ -46,6 +47,8 @@ def batch_metrics(rows: DataProto) -> dict[str, float]:
         return {
             "mean_score": float(scores[chosen & first].mean()),
             "mean_raw_score": float(raw_scores[chosen & first].mean()),
+            "raw_score_min": float(raw_scores[chosen].min()),
+            "raw_score_max": float(raw_scores[chosen].max()),
             "mean_advantage": float(advantages[chosen].sum() / max(1, trained[chosen].sum())),
             "trained_tokens": float(trained[chosen].sum()),
             "response_length": float(lengths[chosen].mean()),

@@ -39,6 +39,8 @@ def test_metrics_are_over_trained_tokens_rows_and_groups():
     expected = {
         "mean_score": (11 / 5, 2.0, 2.5),
         "mean_raw_score": (22.0, 20.0, 25.0),
+        "raw_score_min": (0.0, 10.0, 0.0),
+        "raw_score_max": (50.0, 30.0, 50.0),
         "mean_advantage": (0.5 / 11, 0.5 / 6, 0.0),
         "trained_tokens": (11, 6, 5),
         "response_length": (12 / 5, 7 / 3, 2.5),

@@ -5,7 +5,7 @@ import pytest
 
 from helpers.demo_history import ENV, LIMITS, Demo, play
 from recipe.atropos.run.record import by_alarm, left_open
-from recipe.atropos.watchdog.alarms import Watchdog, account
+from recipe.atropos.watchdog.alarms import Watchdog, account, findings
 from recipe.atropos.watchdog.history import FIRST_STEPS, PREFIX, AlarmLimits, History
 
 NOISE = 0.08  # of a step's mean score
@@ -15,13 +15,19 @@ def step(number, time=None, **values):
     return {"step": number, "time": 10.0 * number if time is None else time, "actor/lr": 1e-6} | values
 
 
-def fed(scores, limits=LIMITS, begin=0):
-    """The alarms that steps with these mean scores raise, and the history; scores of sequences are between 0 and 1."""
+def scored(name, mean, low=0.0, high=1.0):
+    """An environment's metrics of scores."""
+    scores = {"mean_raw_score": float(mean), "raw_score_min": low, "raw_score_max": high}
+    return {f"atropos/{name}/{key}": value for key, value in scores.items()}
+
+
+def fed(scores, limits=LIMITS, begin=0, **others):
+    """The alarms that steps with these mean scores of an environment raise, and the history; ``others``: what each step
+    has too.
+    """
     watchdog, raised = Watchdog(History(limits, begin)), []
     for number, score in enumerate(scores, 1):
-        score = float(score)
-        means = {"atropos/mean_score": score, "atropos/mean_raw_score": score}
-        watchdog.history.add_step(step(number, **means, **{"critic/score/min": 0.0, "critic/score/max": 1.0}))
+        watchdog.history.add_step(step(number, **scored("a", score), **others))
         raised += [change["alarm"] for change in watchdog.changes(10.0 * number) if change["state"] == "raised"]
     return raised, watchdog.history
 
@@ -38,14 +44,27 @@ def test_watchdog_raises_nothing_where_noisy_scores_rise(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_watchdog_tells_flat_from_collapsed(seed):
+@pytest.mark.parametrize("others", [{}, {"critic/score/max": 100.0, **scored("b", 95.0, high=100.0)}])
+def test_watchdog_tells_flat_from_collapsed(seed, others):
+    """Each environment's scores by their own range."""
     rng, t = np.random.default_rng(seed), np.arange(300)
     noise = rng.normal(0, 0.03, t.size)
     rises = 0.4 + 0.3 * (1 - np.exp(-t / 30))
-    assert set(fed(0.4 + noise)[0]) == {"reward_flat"}
-    assert fed(0.97 + np.clip(noise, -0.03, 0.03))[0] == [], "near its highest there is nothing to rise to"
-    assert set(fed(np.where(t < 200, rises, 0.42) + noise)[0]) == {"reward_collapsed"}
-    assert fed(np.where(t < 200, rises, 0.6) + noise)[0] == [], "a third of what was gained is no collapse"
+    assert set(fed(0.4 + noise, **others)[0]) == {"reward_flat"}
+    assert fed(0.97 + np.clip(noise, -0.03, 0.03), **others)[0] == [], "near its highest there is nothing to rise to"
+    assert set(fed(np.where(t < 200, rises, 0.42) + noise, **others)[0]) == {"reward_collapsed"}
+    assert fed(np.where(t < 200, rises, 0.6) + noise, **others)[0] == [], "a third of what was gained is no collapse"
+
+
+@pytest.mark.parametrize(("of_b", "raised"), [(0.3, {"entropy_collapsed"}), (0.95, set())])
+def test_watchdog_lets_entropy_fall_where_all_is_solved(of_b, raised):
+    """Not where one of two environments is, of which no group is left to train on."""
+    history = History(LIMITS)
+    for number in range(1, 61):
+        of_a = scored("a", 0.9) if number < 40 else {}
+        history.add_step(step(number, **of_a, **scored("b", of_b), **{"actor/entropy": 1.0 if number < 40 else 0.02}))
+    history.environment("a").score = 1.0
+    assert {found.alarm for found in findings(history, 601.0)} == raised
 
 
 def test_watchdog_tells_a_full_queue_after_three_polls():

@@ -225,12 +225,12 @@ def _gap(history: History, now: float) -> Iterator[Finding]:
 
 def broken_policy(history: History, since: int | None) -> str:
     """Return what the steps around step ``since`` show of updates that broke the policy; "" if nothing, or if the
-    policy scores near its highest.
+    policy scores near its highest in each environment.
     """
     around = [
         step for step in history.steps if step["step"] > history.begin and abs(step["step"] - (since or 0)) <= _AROUND
     ]
-    if not around or _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
+    if not around or _all_near_highest(history):
         return ""
     found = []
     gap = max(_values(around, _DIFFERENCE), default=0.0)
@@ -357,16 +357,13 @@ def _learning_rate(history: History, now: float) -> Iterator[Finding]:
     chart="score",
 )
 def _scores(history: History, now: float) -> Iterator[Finding]:
-    if not history.recent(1):
-        return
-    newest = history.steps[-1]
-    low, high = extremes = _extremes(history)
-    keys = [key for key in newest if key.endswith("/mean_raw_score") and key.count("/") == 2]
-    for key in sorted(keys) if len(keys) > 1 else ["atropos/mean_raw_score"]:
+    keys = _score_keys(history.recent(1))
+    for key in keys:
         name = key.split("/")[1] if len(keys) > 1 else None
         steps = [step for step in history.steps if step.get(key) is not None]
         first = [step[key] for step in history.first if step.get(key) is not None]
-        if len(first) == FIRST_STEPS and not _near_highest(history, key, extremes):
+        if len(first) == FIRST_STEPS and not _near_highest(history, key):
+            low, high = _extremes(history, key)
             scores = np.array([step[key] for step in steps])
             yield from _collapsed(history, steps, scores, key, name, float(np.mean(first)), high - low)
             yield from _flat(history, steps, scores, name, first, high - low)
@@ -447,7 +444,7 @@ def _entropy(history: History, now: float) -> Iterator[Finding]:
         return (_values([step], "actor/entropy") or [math.inf])[0] < _ENTROPY * start
 
     for steps, onset in _lasting(history, _ENTROPY_STEPS, low):
-        if not _near_highest(history, "atropos/mean_raw_score", _extremes(history)):
+        if not _all_near_highest(history):
             entropy = np.mean(_values(steps, "actor/entropy"))
             text = f"actor/entropy {entropy:.2g} nats over the last {len(steps)} steps, {start:.2g} over the first"
             yield _finding("entropy_collapsed", text, onset)
@@ -479,20 +476,32 @@ def _error(scores: np.ndarray, n: int, m: int) -> float:
     return max(single, alike) * math.sqrt(1 / n + 1 / m)
 
 
-def _extremes(history: History) -> tuple[float, float]:
-    """Return the lowest and highest score of a sequence; where a bridge shapes the scores, of the steps' means."""
-    steps = [*history.first, *history.steps]
-    if all(step.get("atropos/mean_score") == step.get("atropos/mean_raw_score") for step in steps):
-        low, high = _values(steps, "critic/score/min"), _values(steps, "critic/score/max")
-    else:
-        low = high = _values(steps, "atropos/mean_raw_score")
-    return (min(low), max(high)) if low and high else (0.0, 0.0)
+def _score_keys(steps: Iterable[dict[str, Any]]) -> list[str]:
+    """Return the keys of the environments' mean scores."""
+    return sorted({key for step in steps for key in step if key.endswith("/mean_raw_score") and key.count("/") == 2})
 
 
-def _near_highest(history: History, key: str, extremes: tuple[float, float]) -> bool:
+def _extremes(history: History, key: str) -> tuple[float, float]:
+    """Return the lowest and highest score of a sequence, of the environment that ``key`` is the mean score of.
+
+    Steps of earlier versions have only those over all environments.
+    """
+    steps, own = [*history.first, *history.steps], key.removesuffix("mean_raw_score")
+    low = _values(steps, f"{own}raw_score_min") or _values(steps, "critic/score/min")
+    high = _values(steps, f"{own}raw_score_max") or _values(steps, "critic/score/max")
+    return min(low), max(high)
+
+
+def _near_highest(history: History, key: str) -> bool:
     """Whether the score is near its highest: of what was trained on or, since equal groups are not, of all."""
-    low, high = extremes
+    low, high = _extremes(history, key)
     newest = _values(list(history.steps)[-_COLLAPSED_STEPS:], key)
-    own = [e for e in history.environments.values() if key.count("/") == 1 or key.split("/")[1] == e.name]
-    best = max([float(np.mean(newest)) if newest else low, *(e.score for e in own if e.score is not None)])
+    own = history.environments.get(key.split("/")[1])
+    best = max(float(np.mean(newest)), low if own is None or own.score is None else own.score)
     return high > low and best >= low + _HIGHEST * (high - low)
+
+
+def _all_near_highest(history: History) -> bool:
+    """Whether the score of each environment of the newest steps is near its highest."""
+    keys = _score_keys(list(history.steps)[-_COLLAPSED_STEPS:])
+    return all(_near_highest(history, key) for key in keys)
