@@ -1,9 +1,9 @@
 """Step-time breakdown: ``python benchmarks/step_time.py [--quick]``.
 
-Runs the demonstration with the real services and prints the median seconds of each phase. What runs in parallel with
-training (generation in SGLang, fetching from the API) is measured too: generation as the environment requests it, one
-batch at a time, on the same kind of server with nothing else running. The reference is sequential execution of the
-phases: the sum of all medians, compared with the measured step.
+Runs the demonstration with the real services and prints the median seconds of each phase. Generation, which runs in
+parallel with training, is measured too: as the environment requests it, one batch at a time, on the same kind of server
+with nothing else running. The reference is sequential execution of the phases: the sum of all medians, compared with
+the measured step.
 """
 
 import argparse
@@ -76,23 +76,20 @@ def main() -> int:
     measured = lines[2:]  # the first steps wait for the environment and warm up
     phases = {phase: statistics.median(line[f"phase_s/{phase}"] for line in measured) for phase in PHASES}
     step = statistics.median(line["timing_s/step"] for line in measured)
-    so_far = [line["atropos/fetch_s_so_far"] for line in lines]
-    fetch_s = statistics.median(after - before for before, after in zip(so_far[1:], so_far[2:], strict=False))
-    beside = {"generate": generate_s, "fetch": fetch_s}
-    sequential = sum(beside.values()) + sum(seconds for phase, seconds in phases.items() if phase != "wait")
-    data_and_push = (fetch_s + phases["convert"] + phases["push"]) / step
+    sequential = generate_s + sum(seconds for phase, seconds in phases.items() if phase != "wait")
+    data_and_push = (phases["convert"] + phases["push"]) / step
 
     print(f"{GROUPS} groups of {GROUP_SIZE}, medians of {len(measured)} steps\n")
     print(f"{'phase':<22}{'seconds':>9}{'share of the step':>20}")
-    for phase, seconds in beside.items():
-        print(f"{phase + ' (beside it)':<22}{seconds:>9.3f}{'':>20}")
+    print(f"{'generate (beside it)':<22}{generate_s:>9.3f}")
     for phase, seconds in phases.items():
         print(f"{phase:<22}{seconds:>9.3f}{seconds / step:>19.1%}")
     print(f"{'step, ours':<22}{step:>9.3f}")
     print(f"{'step, one by one':<22}{sequential:>9.3f}{f'{sequential / step:.2f} x ours':>20}\n")
 
     figures = {
-        **{f"{phase}_s": round(seconds, 4) for phase, seconds in (beside | phases).items()},
+        "generate_s": round(generate_s, 4),
+        **{f"{phase}_s": round(seconds, 4) for phase, seconds in phases.items()},
         "step_s": round(step, 4),
         "sequential_s": round(sequential, 4),
         "sequential_over_ours": round(sequential / step, 3),

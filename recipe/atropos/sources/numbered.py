@@ -117,15 +117,13 @@ class DataSource:
     environments at the first fetch, so enter only once the servers hold the weights of ``starting_step``.
 
     ``after`` is the number of the last batch in the weights. ``events`` counts recovered failures: api_unreachable.
-    ``fetch_seconds`` is the time spent receiving batches, in parallel to training. ``meanwhile`` is called every few
-    seconds while the API is slow to take a message, and returns whether to wait on.
+    ``meanwhile`` is called every few seconds while the API is slow to take a message, and returns whether to wait on.
     """
 
     config: DataSourceConfig
     registration: Registration
     after: int = 0
     events: Counter[str] = field(default_factory=Counter)
-    fetch_seconds: float = 0.0
     meanwhile: Callable[[], bool] = lambda: True
 
     def __post_init__(self) -> None:
@@ -177,9 +175,9 @@ class DataSource:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of batches fetched ahead, the seconds spent receiving, and the recovered failures."""
+        """Return the number of batches fetched ahead, and the recovered failures."""
         events = {f"atropos/api/{event}": n for event, n in self.events.items() if n}
-        return {"atropos/batches_ahead": len(self), "atropos/fetch_s_so_far": self.fetch_seconds, **events}
+        return {"atropos/batches_ahead": len(self), **events}
 
     def weights_pushed(self, through: int) -> None:
         """Tell the API that the servers hold weights that contain the batches through ``through``."""
@@ -264,12 +262,10 @@ class DataSource:
                     with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
                         await self._client.status()  # a heartbeat: nothing is fetched while a step takes long
                     continue
-                started = time.perf_counter()
                 batch = await self._client.batch(after, wait=_POLL_SECONDS, prefetch=self._training)
                 self.events["api_unreachable"] = self._client.again
                 if batch is not None:
                     after = batch.number
-                    self.fetch_seconds += time.perf_counter() - started
                     self._add([batch])
 
     def _add(self, batches: list[NumberedBatch]) -> None:

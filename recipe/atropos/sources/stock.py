@@ -13,7 +13,6 @@ Nothing is served again to a trainer that resumes, and no staleness bound holds 
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +149,6 @@ class StockSource(DataSource):
 
         Register again if the API has lost its state.
         """
-        started = time.perf_counter()
         try:
             reply = await api.any_batch()
         except _Broken as error:
@@ -169,10 +167,7 @@ class StockSource(DataSource):
             self.events["registered_again"] += 1
             self._api_step, self._left_of_cut = await api.register_trainer(self.registration), 0
             return False, None
-        if reply["batch"] is None:
-            return False, None
-        self.fetch_seconds += time.perf_counter() - started
-        return True, reply["batch"]
+        return reply["batch"] is not None, reply["batch"]
 
 
 class _Broken(DataSourceError):
