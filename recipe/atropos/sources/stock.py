@@ -4,7 +4,7 @@ Guarantees:
 
 - Batches are returned in the order in which their groups were posted, although ``run-api`` cuts its whole queue into
   batches at once and serves the newest first. Such a cut shows in its step counter, so it is fetched as a whole and
-  reversed.
+  reversed. Where a request for a batch of a cut is lost on its way there, the oldest one comes last.
 - ``GET /batch`` is never canceled and has no short timeout: ``run-api`` discards a batch when it starts to send it. A
   batch whose connection breaks is lost, and counted.
 
@@ -113,7 +113,6 @@ class StockSource(DataSource):
 
     async def _fetch_forever(self) -> None:
         number, config = self.after, self.config
-        self._left_of_cut = 0  # batches of a cut that the API has not served yet
         async with StockApi(
             config.api_url, None, config.retry_timeout, config.timeout, first_pause=config.retry_delay
         ) as api:
@@ -128,6 +127,7 @@ class StockSource(DataSource):
     async def _next_cut(self, api: "StockApi") -> list[Batch]:
         """Wait for a cut; return all batches that the API cut from its queue together, oldest first."""
         delay = _FIRST_POLL
+        self._left_of_cut = 0  # batches that the API has not served yet; one less if a request was lost on its way
         cut: list[Batch] = []  # in the API's order: newest first
         while not self._stopping and not (cut and self._left_of_cut <= 0):
             found, batch = await self._get_batch(api)
@@ -138,7 +138,7 @@ class StockSource(DataSource):
                 self._api_step = step
                 cut += [] if batch is None else [batch]
             elif cut:  # the API no longer has the rest
-                self._left_of_cut = 0
+                break
             else:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _LONGEST_POLL)
