@@ -295,7 +295,8 @@ def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, ver
         send(pusher, models["new"], version + 1)
         time.sleep(0.5)
         assert not running.done() and not arriving.done(), "its cache comes first"
-        memory.resume_caches(version + 1)
+        memory.pushing = version + 1
+        memory.resume_caches()
         memory.resume([server])
         assert not memory.without_cache and not mark.exists()
         spans = [

@@ -29,6 +29,7 @@ class SharedMemory:
     """Memory of the servers of ``fleet``, which run on the trainer's GPUs.
 
     ``mark``, a marker file, exists from before the first release until all live servers were asked to resume.
+    ``pushing`` is the version of the newest push, which servers may report even if it failed.
     """
 
     def __init__(self, fleet: ServerFleet, pause_mode: PauseMode, mark: Path):
@@ -36,6 +37,7 @@ class SharedMemory:
         self.pause_mode = pause_mode
         self.mark = mark
         mark.unlink(missing_ok=True)  # left by a trainer that was killed
+        self.pushing: int | None = None
         self.released: dict[str, str] = {}  # by URL: the server's version when it released its memory
         self.without_cache: dict[str, str] = {}  # the same, for servers that resumed only their weights
 
@@ -74,8 +76,8 @@ class SharedMemory:
             self.released.clear()  # servers that could not be reached are gone
             self.forget(())
 
-    def resume_caches(self, version: int | None = None) -> None:
-        """Resume the KV caches; ``version``: the one pushed since the release, if any.
+    def resume_caches(self) -> None:
+        """Resume the KV caches. A server restarted since the release has its own.
 
         Raises:
             InferenceError: a server refuses, or has no room.
@@ -83,7 +85,7 @@ class SharedMemory:
 
         async def resume_one(client: SGLangClient) -> None:
             before = self.without_cache.pop(client.url)
-            if await client.weight_version() in (before, str(version)):  # else it was restarted
+            if await client.weight_version() in (before, str(self.pushing)):
                 await client.resume_memory(_CACHE)
 
         try:

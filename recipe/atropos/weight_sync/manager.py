@@ -74,7 +74,7 @@ class WeightSyncManager:
             WeightPushError: a server does not compute with the pushed weights.
             RankTimeout: ranks did not finish within ``timeout`` seconds; names them.
         """
-        self._make_room()  # first, because a server that died can be restarted only then
+        self._make_room(global_steps)  # first, because a server that died can be restarted only then
         attempts, first = len(self.fleet.urls) + 2, self.version is None
         # unique, also among pushes of that version by earlier trainers
         adapter = f"{ADAPTER_PREFIX}{global_steps}-{uuid.uuid4().hex[:8]}" if self.adapter_only else None
@@ -136,22 +136,23 @@ class WeightSyncManager:
             except Exception:
                 logger.exception("start the servers again before the next trainer: they did not take their memory back")
 
-    def _make_room(self) -> None:
-        """Free the trainer's cached memory, and resume what offloaded servers need to load weights."""
+    def _make_room(self, global_steps: int) -> None:
+        """Free the trainer's cached memory, and resume what offloaded servers need to load the weights."""
         if self.memory is not None:
             self.actor_wg.empty_cache()
+            self.memory.pushing = global_steps
             self.memory.resume_weights()
 
     def _push(self, global_steps: int, targets: list[str], adapter: str | None) -> dict[str, float] | None:
         """Push to ``targets`` only; return its metrics, or None if one of them died in it."""
         try:
-            self._make_room()
+            self._make_room(global_steps)
             pushed = self.actor_wg.update_weights(global_steps, targets, adapter)
             results = self.actor_wg.wait("update_weights", pushed, self.timeout)
             metrics = {key: value for metrics in results for key, value in (metrics or {}).items()}
             if self.memory is not None:
                 self.actor_wg.empty_cache()
-                self.memory.resume_caches(global_steps)
+                self.memory.resume_caches()
                 self.memory.resume(targets)
             if self.verify is not None:
                 metrics |= self.verify(global_steps, targets, adapter)

@@ -329,7 +329,8 @@ def test_memory_comes_back_in_two_parts_around_a_push(served, memory):
     assert asked(served) == [(0, "weights"), (1, "weights")] and memory.mark.exists()
     for stub in served.stubs:
         stub.version = "2"
-    memory.resume_caches(2)
+    memory.pushing = 2
+    memory.resume_caches()
     memory.resume(served.fleet.urls)
     assert asked(served) == [(number, what) for number in (0, 1) for what in ("/continue_generation", "kv_cache")]
     assert not memory.mark.exists()
@@ -344,11 +345,26 @@ def test_memory_of_servers_that_die_holds_up_nobody(served, memory):
     memory.forget(served.fleet.urls)
     assert not memory.mark.exists() and not memory.without_cache
     memory.without_cache, served.stubs[1].version = {second: "1"}, "default"
-    memory.resume_caches(2)
+    memory.resume_caches()
     assert not asked(served), "it was started again, and has all of its memory"
     die(served, 1)
     with pytest.raises(WeightPushError, match=second):
         memory.resume(served.fleet.urls)
+
+
+def test_memory_comes_back_whole_after_a_push_that_failed(served, memory):
+    """Also to a server that has loaded the last tensor and reports the new version, when another refused it."""
+
+    def refused():
+        served.stubs[0].version, served.group.error = "2", WeightPushError("the second refuses")
+
+    manager, served.group.during = manager_of(served, memory=memory), refused
+    with pytest.raises(WeightPushError, match="the second refuses"):
+        manager.update_weights(2)
+    manager.onload_servers()
+    given_back = [what for what in asked(served) if what[1] in ("weights", "kv_cache")]
+    assert given_back == [(number, what) for number in (0, 1) for what in ("kv_cache", "weights")]
+    assert not memory.mark.exists()
 
 
 def test_memory_with_an_unanswered_return_is_remembered(served, memory):
