@@ -1,8 +1,8 @@
 """The trainer's side of a push: tracks the active version on servers that come and go (see ``fleet``).
 
 - A version is active once every server *that answers* has it.
-- A server that answers again is given the weights before the gateway admits it, whatever version it reports: it may
-  have been left paused, or with half of a push.
+- A server that answers again is given the active version before the gateway admits it, whatever version it reports:
+  it may have been left paused, or with half of a push. Where the actor has no longer that one, the next push gives it.
 - A push that fails because a server died is repeated, as a whole, to the rest. If a live server refuses the weights,
   the run stops.
 - In adapter-only sync, each version's adapter has the same name on all servers, and the gateway knows that name.
@@ -95,17 +95,17 @@ class WeightSyncManager:
     def ensure_current(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
-        Called before each step and while it waits for its batch. Otherwise as ``update_weights``.
+        Between two pushes they are newer than the active ones: a returning server waits for the next push, unless no
+        other serves. Called before each step and while it waits for its batch. Otherwise as ``update_weights``.
         """
         if self.version is None:
             return {}
         versions = self.fleet.look()
         current = [url for url in self.fleet.holding if versions[url] == str(self.version)]
         self.fleet.admit(self.version, current)
-        others = sorted(versions.keys() - set(current))
-        if not versions or (others and global_steps != self.version):
-            # The active weights are no longer the actor's: all get its own.
+        if not current:
             return self.update_weights(global_steps, meanwhile)
+        others = sorted(versions.keys() - set(current)) if global_steps == self.version else []
         if others and (metrics := self._push(global_steps, others, self.fleet.adapter)) is not None:
             return self._admitted(global_steps, [*current, *others], metrics, len(others))
         return self.fleet.metrics()

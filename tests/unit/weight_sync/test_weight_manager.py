@@ -121,9 +121,22 @@ def test_manager_pushes_to_servers_before_admitting_them(served):
     assert metrics == in_order | {"weight_sync/bytes": 8.0, "weight_sync/servers_readmitted": 1}
     assert served.gateway.serves()[:2] == (5, {first, second})
 
-    served.stubs[0].version = "default"
-    manager.ensure_current(6)  # the actor has gone on since the last push
-    assert served.group.pushes[2:] == [(6, sorted([first, second]))] and manager.version == 6
+
+def test_manager_lets_a_server_wait_where_the_actor_has_gone_on(served):
+    """Since the last push: the others serve the active version, which may be evaluated, until the next one."""
+    manager, (first, second) = manager_of(served), served.fleet.urls
+    manager.update_weights(5)
+    served.stubs[0].version = "default"  # restarted
+    manager.ensure_current(6)
+    assert len(served.group.pushes) == 1 and served.gateway.serves()[:2] == (5, {second})
+    served.stubs[1].version = "default"  # nobody serves it any more
+    manager.ensure_current(6)
+    assert served.group.pushes[1:] == [(6, sorted([first, second]))] and manager.version == 6
+    served.stubs[1].version = "default"
+    manager.ensure_current(7)
+    assert manager.update_weights(8)["weight_sync/servers_readmitted"] == 1
+    assert served.group.pushes[2:] == [(8, sorted([first, second]))]
+    assert served.gateway.serves()[:2] == (8, {first, second})
 
 
 @pytest.mark.parametrize("adapter_only", [True, False])
