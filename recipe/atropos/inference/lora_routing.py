@@ -34,7 +34,7 @@ class AdaptedPolicy:
     version: int
 
     def named_in(self, method: str, path: str, body: bytes) -> bytes:
-        """Return the request's body, with the adapter's name added if it samples.
+        """Return the request's body, with the adapter's name, and no other, if it samples.
 
         Raises:
             CannotName: the request may sample, but the name cannot be added.
@@ -52,6 +52,8 @@ class AdaptedPolicy:
             raise CannotName(f"{method} {path} takes a JSON object: {error}") from error
         if not isinstance(asked, dict):
             raise CannotName(f"{method} {path} takes a JSON object, not {type(asked).__name__}")
+        if isinstance(model := asked.get("model"), str):
+            asked["model"] = model.partition(":")[0]  # of NAME:ADAPTER SGLang takes that adapter first
         return orjson.dumps(asked | {"lora_path": self.adapter})
 
     def stamped(self, reply: bytes) -> bytes:

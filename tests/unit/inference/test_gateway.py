@@ -371,7 +371,7 @@ async def test_adapted_requests_meet_the_adapter_in_force(client, stub):
     """Replies say its version, whatever the server says."""
 
     async def ask(path):
-        body = {"prompt": "é", "n": 2, "lora_path": "of the client"}
+        body = {"prompt": "é", "n": 2, "lora_path": "of the client", "model": "m:of the client"}
         async with client.session.post(f"{client.url}{path}?a=1", json=body) as reply:
             return reply.status, orjson.loads(await reply.read())
 
@@ -399,7 +399,7 @@ async def test_adapted_requests_meet_the_adapter_in_force(client, stub):
         assert await running == (200, said(("3", 0, 12))) and later == (200, said(("4", 0, 12)))
         for (method, path_qs, body, _), name in zip(stub.seen, ("policy-3", "policy-4"), strict=True):
             assert (method, path_qs) == ("POST", f"{path}?a=1")
-            assert orjson.loads(body) == {"prompt": "é", "n": 2, "lora_path": name}
+            assert orjson.loads(body) == {"prompt": "é", "n": 2, "lora_path": name, "model": "m"}
         stub.seen.clear()
 
 
