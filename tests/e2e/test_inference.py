@@ -75,10 +75,10 @@ async def in_flight(client: SGLangClient) -> AsyncIterator[asyncio.Task]:
     request.cancel()
 
 
-async def needs(client: SGLangClient, flushes_retracted: bool) -> None:
+async def needs(client: SGLangClient, sessions: bool) -> None:
     """Skip the test on servers that are otherwise."""
     capabilities = await client.capabilities()
-    if capabilities.flushes_retracted != flushes_retracted:
+    if capabilities.weight_update_session != sessions:
         pytest.skip(f"SGLang {capabilities.version} is not of the kind that this is about")
 
 
@@ -116,7 +116,7 @@ async def test_sampled_logprobs_are_tempered_and_before_truncation(client, model
 
 async def test_retract_keeps_requests_and_names_each_tokens_version(client, new_model):
     """After the push the prefix is computed anew: each later token has the logprob that the new weights give it."""
-    await needs(client, flushes_retracted=True)
+    await needs(client, sessions=True)
     async with in_flight(client) as request:
         await client.pause("retract")
         await client.update_weights_from_disk(new_model, "1")
@@ -149,7 +149,7 @@ async def test_flush_waits_for_a_request_that_is_ending(client):
 
 async def test_in_place_cannot_flush_but_has_changed_the_weights(client, new_model):
     """Why a push uses `retract`: in place, the server refuses only after it has loaded the weights."""
-    await needs(client, flushes_retracted=True)  # of that update SGLang 0.5.12 dies
+    await needs(client, sessions=True)  # of that update SGLang 0.5.12 dies
     before = await greedy(client)
     async with in_flight(client) as request:
         await client.pause("in_place")
@@ -192,7 +192,7 @@ async def test_auto_push_leaves_no_old_key_and_replies_are_true(client, new_mode
 
 async def test_push_fails_where_retracted_requests_cannot_be_flushed(client, new_model):
     """The server lives, and an abort fixes it. SGLang 0.5.12 to 0.5.20."""
-    await needs(client, flushes_retracted=False)
+    await needs(client, sessions=False)
     with pytest.raises(ValueError, match="cannot flush .*pause_mode to auto or abort"):
         (await client.capabilities()).safe_pause_mode("retract")
     async with in_flight(client) as request:
@@ -217,8 +217,8 @@ async def test_a_pause_mode_that_cannot_work_is_refused_before_a_push(client, se
     capabilities = await client.capabilities()
     for mode in ("auto", "abort"):
         await check(client, mode)
-    assert ("each push ends the requests that run" in caplog.text) != capabilities.flushes_retracted
-    if capabilities.flushes_retracted:
+    assert ("each push ends the requests that run" in caplog.text) != capabilities.weight_update_session
+    if capabilities.weight_update_session:
         await check(client, "retract")
     else:
         with pytest.raises(WeightPushError, match=f"pause_mode=retract does not work with .*{server}"):

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from recipe.atropos.errors import RECOVERABLE, AtroposError, ConfigurationError, expected_failure, one_line_errors
-from recipe.atropos.inference.client import ServerGone
+from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.utils.files import DiskFull, FolderRemoved
 from recipe.atropos.utils.local_ray import keep_logs, start_ray
 from recipe.atropos.utils.scratch import Scratch
@@ -122,7 +122,7 @@ def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):
     [
         DiskFull("/run/metrics.jsonl"),
         FolderRemoved("/run"),
-        ServerGone("http://a", "/model_info", "cannot connect"),
+        InferenceError("http://a", "/model_info", "cannot connect"),
         AtroposError("plain"),
     ],
     ids=lambda error: type(error).__name__,

@@ -12,7 +12,7 @@ The following was measured on SGLang 0.5.23, and on 0.5.12 where named, and hold
   with the new weights. In `in_place` flush_cache fails while a request is running.
 * **Before 0.5.21 no mode gives them fresh KV**: with a retracted request flush_cache fails too, until it is aborted
   (resumed without a flush, 0.5.12 served the prompt from keys of the old weights). `abort` is the only mode in which
-  a push succeeds whatever is running; see `Capabilities.flushes_retracted`.
+  a push succeeds whatever is running; see `Capabilities.weight_update_session`.
 * **0.5.12 crashes** on an update with ``flush_cache=True`` while it is paused (`retract`, `in_place`) and holds a
   request, on a tensor payload that it cannot read or whose shapes are wrong, and on a distributed update for an unknown
   group. A bare flush_cache only fails.
@@ -50,10 +50,6 @@ class InferenceError(AtroposError, RuntimeError):
         super().__init__(f"{url}{endpoint}: {f'HTTP {status}: ' if status else ''}{message}")
 
 
-class ServerGone(InferenceError):
-    """The server cannot be reached, or the connection broke: it has ended, or is starting."""
-
-
 @dataclass(frozen=True)
 class Capabilities:
     """What a server can do, read from its /openapi.json and /server_info; versions are not compared."""
@@ -66,18 +62,13 @@ class Capabilities:
 
     @property
     def weight_update_session(self) -> bool:
-        """Whether tensor and distributed updates must be between begin_weight_update and end_weight_update."""
-        return "/begin_weight_update" in self.endpoints
+        """Whether tensor and distributed updates must be between begin_weight_update and end_weight_update.
 
-    @property
-    def flushes_retracted(self) -> bool:
-        """Whether the cache can be flushed while retracted requests wait.
-
-        No endpoint reports it. 0.5.21 introduced it together with weight-update sessions, whose endpoint serves as the
-        indicator (read in the sources of 0.5.12, 14, 16, 18 to 23). If the indicator is wrong, the flush fails, and
-        with it the push: no stale key is used.
+        Such a server can also flush its cache while retracted requests wait. No endpoint reports that; 0.5.21
+        introduced both (read in the sources of 0.5.12, 14, 16, 18 to 23). If the indicator is wrong, the flush fails,
+        and with it the push: no stale key is used.
         """
-        return self.weight_update_session
+        return "/begin_weight_update" in self.endpoints
 
     @property
     def forgets_adapters(self) -> bool:
@@ -97,8 +88,8 @@ class Capabilities:
         """
         mode = wanted
         if wanted == "auto":
-            mode = "retract" if self.flushes_retracted else "abort"
-        elif wanted == "retract" and not self.flushes_retracted:
+            mode = "retract" if self.weight_update_session else "abort"
+        elif wanted == "retract" and not self.weight_update_session:
             raise ValueError(
                 f"SGLang {self.version} cannot flush its KV cache while retracted requests wait, so a push in mode "
                 '"retract" would fail: set trainer.atropos.weight_sync.pause_mode to auto or abort, which end running '
@@ -127,7 +118,6 @@ class JsonClient:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connector = OwnServers if own and api_key else aiohttp.TCPConnector
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
         # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether it
@@ -138,7 +128,6 @@ class JsonClient:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._session.close()
-        self._session = None
 
     async def call_until_answered(self, seconds: float, method: str, endpoint: str, body: Any = None) -> Any:
         """Return the answer to a call, which is repeated for at most ``seconds`` while no HTTP answer comes."""
@@ -147,8 +136,6 @@ class JsonClient:
         return await retrying(self._call, method, endpoint, body)
 
     async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
-        if self._session is None:
-            raise RuntimeError(f"{type(self).__name__}({self.url!r}) is not open: use it with `async with`")
         limit = self.timeout if timeout is None else timeout
         try:
             async with self._session.request(
@@ -161,9 +148,9 @@ class JsonClient:
         except TimeoutError:
             raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise ServerGone(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
+            raise InferenceError(self.url, endpoint, f"cannot connect ({error.os_error}); is the server up?") from error
         except aiohttp.ClientError as error:
-            raise ServerGone(
+            raise InferenceError(
                 self.url, endpoint, f"the connection broke ({error!r}); the server may have died: see its log"
             ) from error
         try:
