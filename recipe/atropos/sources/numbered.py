@@ -137,7 +137,8 @@ class DataSource:
 
     def __enter__(self) -> "DataSource":
         self._thread.start()
-        self._registered.wait()
+        while not self._registered.wait(_MEANWHILE_SECONDS):
+            self.meanwhile()
         if self._error is not None:
             raise self._error
         return self

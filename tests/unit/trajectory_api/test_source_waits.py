@@ -55,17 +55,21 @@ def source(url):
     return DataSource(DataSourceConfig(url, timeout=0.5, retry_attempts=2), Registration(**REGISTRATION))
 
 
-def test_a_wait_for_a_full_disk_shows_and_is_logged(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_wait_for_a_full_disk_shows_and_is_logged(registers, tmp_path, monkeypatch, caplog):
+    """Of a trainer that begins too."""
     monkeypatch.setattr(data_source, "_MEANWHILE_SECONDS", 0.1)
     shown = []
-    with api_in_a_thread(tmp_path) as (service, url), source(url) as waiting:
-        waiting.meanwhile = lambda: shown.append(time.monotonic()) or True
+    with api_in_a_thread(tmp_path) as (service, url), source(url) as waiting, contextlib.ExitStack() as stack:
+        beginning = source(url)
+        beginning.meanwhile = waiting.meanwhile = lambda: shown.append(time.monotonic()) or True
         waiting.commit(0)
         assert not shown
+        waits = (stack.enter_context, beginning) if registers else (waiting.commit, 0)
         store = service.store
         pages = store.connection.execute("PRAGMA page_count").fetchone()[0]
         store.connection.execute(f"PRAGMA max_page_count = {pages}")
-        thread = threading.Thread(target=waiting.commit, args=[0])
+        thread = threading.Thread(target=waits[0], args=waits[1:])
         held = store.write
         store.write = lambda *arguments, **names: held(fill_up)
         thread.start()
