@@ -10,7 +10,7 @@ from helpers.launchers import launched
 from helpers.waiting import until
 from recipe.atropos.run.evaluations import read_evaluations
 from recipe.atropos.run.record import read_metrics
-from recipe.atropos.utils.files import LineReader
+from recipe.atropos.utils.files import read_lines
 
 ITEM_ENV = f"{item_env.__file__}:ItemEnv"
 
@@ -43,7 +43,7 @@ def test_environments_train_on_when_one_is_killed_for_good(tmp_path, model_path)
     assert all(entry["metrics"]["eval/total"] == 4 for entry in found), "none failed, none met two versions"
     waited = [line["step"] for line in lines if line["phase_s/evaluate"]]
     assert waited == [1, 4], "for the evaluation of the version that its push replaces"
-    samples = [LineReader(folder / f"evaluation/{v}/a/samples.jsonl").new_lines() for v in (0, 3, 5)]
+    samples = [read_lines(folder / f"evaluation/{v}/a/samples.jsonl") for v in (0, 3, 5)]
     assert [[sample["item"] for sample in each] for each in samples] == [[0, 1, 2, 3]] * 3, "the same items"
     summary = orjson.loads((folder / "summary.json").read_bytes())
     assert summary["environments"]["b"]["abandoned"] and not summary["environments"]["a"]["abandoned"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import orjson
 import psutil
@@ -25,6 +26,7 @@ from recipe.atropos.utils.files import (
     printable,
     read_lines,
     replace_folder,
+    rewrite_lines,
     write_atomic,
     write_json,
 )
@@ -248,9 +250,20 @@ def test_run_dir_lines_go_on_after_a_cut_at_any_byte(tmp_path):
     for size in range(len(whole) + 1):
         path.write_bytes(whole[:size])
         kept, reader = LINES[: whole[:size].count(b"\n")], LineReader(path)
-        assert reader.new_lines() == kept
+        assert [*reader.new_lines()] == kept
         append_line(path, {"more": 1})
-        assert reader.new_lines() == [{"more": 1}] and read_lines(path) == [*kept, {"more": 1}]
+        assert [*reader.new_lines()] == [{"more": 1}] and read_lines(path) == [*kept, {"more": 1}]
+
+
+def test_run_dir_lines_are_read_one_by_one(tmp_path):
+    """A run of days has more than fit into memory."""
+    path = tmp_path / "lines.jsonl"
+    rewrite_lines(path, [{"step": step, "text": "x" * 1000} for step in range(10_000)])
+    reader = LineReader(path)
+    tracemalloc.start()
+    assert sum(1 for _ in reader.new_lines()) == 10_000
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("line", [b'{"st', b"", b"[1]", b"\xff"])

@@ -126,7 +126,7 @@ async def watch(
     while True:
         trainer = run.services["trainer"]
         ended = trainer.poll() == 0
-        lines = reader.new_lines()
+        lines = list(reader.new_lines())
         for line in lines:
             last_step = trained = time.monotonic()
             if line["step"] > seen:

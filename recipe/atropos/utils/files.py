@@ -323,31 +323,27 @@ class LineReader:
         self._path = Path(path)
         self._offset = self._number = self._inode = 0
 
-    def new_lines(self) -> list[dict[str, Any]]:
-        """Return the lines that were added since the last call.
+    def new_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines that were added since those that were yielded.
 
         Raises:
             RunDirError: a whole line is not a JSON object, which nothing here writes; names it.
         """
-        try:
-            with self._path.open("rb") as file:
-                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
-                    self._offset, self._number, self._inode = 0, 0, inode
-                file.seek(self._offset)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            return []
-        self._offset += len(whole) + len(newline)
-        found = []
-        for line in whole.split(b"\n") if newline else []:
-            self._number += 1
-            try:
-                found.append(_decoded(line, dict))
-            except ValueError as error:
-                raise RunDirError(f"{self._path}, line {self._number} is damaged ({error}): remove it") from error
-        return found
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                self._offset, self._number, self._inode = 0, 0, inode
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                self._number += 1
+                try:
+                    yield _decoded(line, dict)
+                except ValueError as error:
+                    raise RunDirError(f"{self._path}, line {self._number} is damaged ({error}): remove it") from error
 
 
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Return all whole lines of a file of JSON objects; [] if there is no file."""
-    return LineReader(path).new_lines()
+    return list(LineReader(path).new_lines())
