@@ -35,6 +35,7 @@ from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api.store import DATABASE
+from recipe.atropos.utils.files import write_json
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
 from recipe.atropos.workers.actor import engine_settings
@@ -87,7 +88,7 @@ def run_file(tmp_path, model_path):
     return prepared
 
 
-def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file):
+def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file, monkeypatch):
     given = ["preset=two_environments", "seed=3", "trainer.atropos.max_staleness=1"]
     file = run_file(*given)
     again = plan_run([file])
@@ -99,6 +100,15 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file):
     assert atropos.weight_sync.directory == "other/weights" and other.trainer.rollout_data_dir == "other/rollouts"
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "demo-2"):  # the second command finds a finished run
+        plan = plan_run(["preset=demo", f"actor_rollout_ref.model.path={tmp_path}"])
+        plan.files.path.mkdir(parents=True)
+        prepare_folder(plan.files, plan.complete(), {}, plan.given())
+        assert plan.files.path.name == name
+        file = f"config={plan.files.config}"
+        assert [plan_run([file, *more]).files.path.name for more in ([], ["run.name=mine"])] == [name, "mine"]
+        write_json(plan.files.summary, {"finished_steps": plan.config.trainer.total_training_steps})
     own = tmp_path / "own.yaml"
     own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
@@ -109,6 +119,8 @@ def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch)
     actor, trained = "actor_rollout_ref.actor", []
     run_file("preset=demo", f"{actor}.use_kl_loss=true", "environment.args.api_key=secret")
     write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
+    own = RunDir(tmp_path).given
+    own.write_text(own.read_text().replace(f"dir: {tmp_path}", "name: demo"))  # from which the folder followed
     monkeypatch.setattr("recipe.atropos.main.run", trained.append)
     given = [f"{actor}.clip_ratio=0.3", f"++{actor}.kl_loss_coef=0.1", "run.name='a b'", "trainer.logger=[]"]
     assert replay(tmp_path, given) is False, "there is no checkpoint to compare with"

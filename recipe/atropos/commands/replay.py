@@ -74,7 +74,8 @@ def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
         return {}
     own = load_recorded(run.config)
     if run.given.exists():  # of an earlier version none, whose followers stay as recorded
-        own = with_values(shipped(None), dict(leaves(read_yaml(run.given))) | {MODEL_KEY: "any"})
+        its_own = {"run.dir": str(run.path), MODEL_KEY: "any"}
+        own = with_values(shipped(None), dict(leaves(read_yaml(run.given))) | its_own)
     changed = compose_values(given_values(overrides), base=own)
     before, after = (dict(leaves(OmegaConf.to_container(resolved(config)))) for config in (own, changed))
     given = given_keys(overrides)
