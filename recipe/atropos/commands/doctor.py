@@ -45,7 +45,10 @@ _SGLANG = ("torch", "sglang", "transformers")
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHARED, _LEAST_DISK = 6, 0.5, 2  # GiB; memory: what the demo needs
 _LEAST_TOKENS = 32
-_STATE_BYTES = 12  # of a parameter in a checkpoint: float32 weights and two moments
+_STATE_BYTES, _BASE_BYTES = (
+    12,
+    4,
+)  # of a parameter in a checkpoint: float32 weights and two moments; of the base of an adapter
 
 
 class Note(str):
@@ -248,19 +251,29 @@ def _shared_memory() -> str:
 
 
 def _disk(config: DictConfig) -> str:
-    folder = Path(config.run.dir).resolve()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free, needed, what = shutil.disk_usage(existing).free, _LEAST_DISK * _GIB, "logs and trajectories"
+    found = [_room(config.run.dir, 0, "logs and trajectories", "--run-dir")]
     if config.trainer.save_freq > 0 and (parameters := _parameters(config.actor_rollout_ref.model.path)):
-        kept = (config.trainer.max_actor_ckpt_to_keep or 1) + 2  # the best, and the one that is being written
-        needed += kept * _STATE_BYTES * parameters
-        what = f"{kept} checkpoints of {parameters / 1e9:.2g} billion parameters"
-    if free < needed:
-        raise LaunchError(
-            f"{free / _GIB:.0f} GiB free at {existing}, and {needed / _GIB:.0f} are needed for {what}: make room, give "
-            "another --run-dir, or lower trainer.max_actor_ckpt_to_keep"
+        kept = max(config.trainer.max_actor_ckpt_to_keep or 0, 2) + 1  # an older one goes before the next is written
+        size = kept * parameters * (_BASE_BYTES if config.actor_rollout_ref.model.lora_rank else _STATE_BYTES)
+        found.append(
+            _room(
+                config.trainer.default_local_dir,
+                size,
+                f"{kept} checkpoints of {parameters / 1e9:.2g} billion parameters",
+                "trainer.default_local_dir, or lower trainer.max_actor_ckpt_to_keep",
+            )
         )
-    return f"{free / _GIB:.0f} GiB free at {existing}, {needed / _GIB:.0f} needed for {what}"
+    return "; ".join(found)
+
+
+def _room(path: str, size: int, what: str, change: str) -> str:
+    folder, needed = Path(path).resolve(), size + _LEAST_DISK * _GIB
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    found = f"{free / _GIB:.0f} GiB free at {existing}, {needed / _GIB:.0f} needed for {what}"
+    if free < needed:
+        raise LaunchError(f"{found}: make room, or give another {change}")
+    return found
 
 
 def _parameters(path: str) -> int:

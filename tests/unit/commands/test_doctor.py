@@ -1,6 +1,7 @@
 """What the doctor says of a machine and a run, with the fix of each fault."""
 
 import json
+import re
 import shutil
 import socket
 import tomllib
@@ -68,10 +69,25 @@ def test_doctor_says_what_there_is_too_little_of(results, monkeypatch, limit, na
     monkeypatch.setattr(doctor, limit, 10**6)
     found = results()[name]
     assert not found.ok and fix in found.message
-    if name == "disk":  # which must hold the checkpoints that are kept
-        before, after = (results(f"trainer.max_actor_ckpt_to_keep={kept}")["disk"].message for kept in (1, 4))
-        assert "3 checkpoints" in before and "6 checkpoints" in after
-        assert "logs and trajectories" in results("trainer.save_freq=-1")["disk"].message
+
+
+def test_doctor_looks_for_room_where_checkpoints_will_be(results, tmp_path, monkeypatch):
+    """Whose base has no moments beside an adapter."""
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(doctor, "_parameters", lambda path: 1 << 30)
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda path: disk._replace(free=(20 if path == tmp_path else 1000) << 30)
+    )
+    for folder, options, told in (
+        (tmp_path, ["actor_rollout_ref.model.lora_rank=8"], "14 needed for 3 checkpoints"),
+        ("/", [], "38 needed for 3 checkpoints"),
+        ("/", ["trainer.max_actor_ckpt_to_keep=1"], "3 checkpoints"),
+        ("/", ["trainer.max_actor_ckpt_to_keep=4"], "5 checkpoints"),
+        ("/", ["trainer.save_freq=-1"], "logs and trajectories$"),
+        (tmp_path, [], "38 needed for 3 .*, or give another trainer.default_local_dir"),
+    ):
+        found = results("run.dir=/", f"trainer.default_local_dir={folder}", *options)["disk"]
+        assert re.search(told, found.message) and found.ok == ("another" not in told)
 
 
 def test_doctor_looks_for_a_login_to_wandb(results, no_wandb_login, tmp_path, monkeypatch):
