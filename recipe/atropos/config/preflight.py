@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
-from recipe.atropos.config.models import config_file, model_settings
+from recipe.atropos.config.models import config_file, looks_local, model_settings
 from recipe.atropos.config.transports import WeightTransport, gpu_transport, named_transport
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api.store import DATABASE
@@ -294,7 +294,12 @@ def _lora(config: DictConfig) -> Rules:
         f"save_contents=[{kept}], of which model holds base and adapter",
     )
     path = model.lora_adapter_path
-    adapter = read_json(Path(path).expanduser() / "adapter_config.json", {}) if path else {}
+    adapter = read_json(Path(path) / "adapter_config.json", {}) if path else {}
+    yield (
+        path and looks_local(path) and not adapter and not config.run.resume_from,  # which brings its own, later
+        f"actor_rollout_ref.model.lora_adapter_path={path}: no adapter there (no adapter_config.json); give its whole "
+        "path, without ~, or a hub name",
+    )
     for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
         yield (
             adapter.get(name, model[key]) != model[key],

@@ -145,6 +145,17 @@ def test_an_adapter_to_begin_with_is_as_configured(tmp_path, rank, alpha, told):
         check_config(config)
 
 
+@pytest.mark.parametrize("given", ["/no/such", "'~'", "none/of/these"])
+def test_an_adapter_to_begin_with_is_there(tmp_path, monkeypatch, given):
+    """Where PEFT and verl look, which leave a ~ as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16}))
+    options = ["actor_rollout_ref.model.lora_rank=8", f"actor_rollout_ref.model.lora_adapter_path={given}"]
+    with pytest.raises(ConfigurationError, match=r"lora_adapter_path=.*: no adapter there .* without ~"):
+        check_config(compose_config(*MODEL, *options))
+    check_config(compose_config(*MODEL, *options, "run.resume_from=other"))
+
+
 THRESHOLDS = [2, -1, "0.5_2", "2_0.5", "a", "1_b", "", "0.5_2,3", "2,3"]
 
 
