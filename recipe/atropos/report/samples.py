@@ -37,9 +37,11 @@ def rollouts_of(history: RunHistory, limit: int = SCANNED) -> dict[int, list[dic
 
     Outputs that ``chosen_rows`` leaves out are shortened: a batch of long answers has gigabytes over so many steps.
     """
-    recorded = (int(path.stem) for path in history.run.rollouts.glob("*.jsonl") if path.stem.isdigit())
+    own, configured = history.run.rollouts, history.config.get("trainer.rollout_data_dir")
+    folder = own if own.exists() or not configured else Path(configured)  # the run may have been moved
+    recorded = (int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
     steps = spread(sorted(step for step in recorded if step <= history.steps), limit)
-    return {step: _read_rows(history.run.rollouts / f"{step}.jsonl") for step in steps}
+    return {step: _read_rows(folder / f"{step}.jsonl") for step in steps}
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantages
 from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.data.data_proto import groups_to_data_proto
-from recipe.atropos.data.rows import RowLimits
+from recipe.atropos.data.rows import RowLimits, VersionLimits
 from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
@@ -40,7 +40,10 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     model = config.actor_rollout_ref.model
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
-    rows, report = groups_to_data_proto(groups or batch_of_step(RunDir(config.run.dir), step), limits)
+    versions = VersionLimits(step - 1, config.trainer.atropos.get("max_staleness"))  # an earlier version had no limit
+    rows, report = groups_to_data_proto(
+        groups or batch_of_step(RunDir(config.run.dir), step), limits, versions=versions
+    )
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
     rows.batch["token_level_rewards"] = rows.batch["token_level_scores"]

@@ -6,12 +6,15 @@ import re
 
 import orjson
 import pytest
+from omegaconf import OmegaConf
 
 from helpers.runs import make_run, write_lines
 from helpers.seeded_runs import healthy_run
+from recipe.atropos.config.compose import load_config
 from recipe.atropos.report.curves import buckets, decimated, spread
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.report.samples import CHARACTERS, ROWS, chosen_rows, items, rollouts_of, samples, shortened
+from recipe.atropos.report.token_view import rows_of_step
 
 
 def row(score, uid, output):
@@ -62,6 +65,27 @@ def test_samples_have_tokens_with_mask_logprob_and_advantage(healthy):
     assert changed["kind"] == "held out" and [answer["at"] for answer in changed["answers"]] == [0, 60]
     assert changed["answers"][0]["score"] < changed["answers"][1]["score"]
     assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
+
+
+def test_rows_of_a_step_are_those_that_were_trained_on(model_path):
+    """Not those of a version that was too old, or of none that was pushed."""
+    given = [f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.max_staleness=1"]
+    own = {"tokens": [[5, 6, 7]] * 2, "masks": [[-100, 6, 7]] * 2, "scores": [0.0, 1.0], "env_id": 0}
+    groups = [own | {"group_overrides": {"policy_version_min": [version] * 2}} for version in (-1, 7, 8, 9)]
+    config = load_config(given)
+    assert [*rows_of_step(config, 10, groups).non_tensor_batch["uid"]] == ["2"] * 2 + ["3"] * 2
+    OmegaConf.set_struct(config, False)
+    del config.trainer.atropos["max_staleness"]  # as in an earlier version
+    assert len(rows_of_step(config, 10, groups)) == 6
+
+
+def test_rollouts_are_read_where_the_run_has_written_them(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    run.config.write_text(f"trainer: {{rollout_data_dir: {tmp_path / 'texts'}}}")
+    for folder, output in ((tmp_path / "texts", "there"), (run.rollouts, "of a run that was moved")):
+        folder.mkdir()
+        write_lines(folder / "1.jsonl", [row(1.0, 0, output)])
+        assert [each["output"] for each in rollouts_of(read_history(run.path))[1]] == [output]
 
 
 def test_without_batches_the_page_says_why_it_has_no_tokens(tmp_path):
