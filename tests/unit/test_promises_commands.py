@@ -3,11 +3,13 @@
 import contextlib
 import copy
 import os
+import shutil
 import sys
 import time
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 import wandb
 import yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
@@ -139,6 +141,22 @@ def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch)
     replay(tmp_path, given[1:3])
     assert trained[1].actor_rollout_ref.actor.kl_loss_coef == 0.1
     assert trained[1].run.dir == str(tmp_path.with_name(f"{tmp_path.name}-replay"))
+
+
+def test_promises_replay_compares_with_the_runs_own_checkpoints(tmp_path, run_file, monkeypatch):
+    """Wherever it keeps them, and though it went on from a given one, as its replay does not."""
+    steps = ["trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'elsewhere'}"]
+    for step in (1, 2):
+        with Checkpoints(tmp_path / "elsewhere").saving(step, None) as folder:
+            (folder / "actor").mkdir()
+            torch.save({"weight": torch.ones(2)}, folder / "actor/model_world_size_1_rank_0.pt")
+    given = f"trainer.resume_from_path={tmp_path / 'elsewhere/global_step_1'}"
+    run_file("preset=demo", *steps, "trainer.resume_mode=resume_path", given)
+    write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
+    monkeypatch.setattr(
+        "recipe.atropos.main.run", lambda config: shutil.copytree(folder.parent, config.trainer.default_local_dir)
+    )
+    assert replay(tmp_path, [])
 
 
 def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file, monkeypatch):

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from recipe.atropos.checkpoint.store import checkpoints_of
 from recipe.atropos.config.compose import (
     compose_values,
     given_keys,
@@ -45,6 +46,7 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
         "trainer.default_local_dir": str(RunDir(replayed).checkpoints),
         "trainer.rollout_data_dir": str(RunDir(replayed).rollouts),
         "trainer.resume_mode": "disable",
+        "trainer.resume_from_path": None,
         "trainer.atropos.replay": str(RunDir(run).trajectories),
         "inference.urls": [],
         "inference.gateway": None,
@@ -56,7 +58,9 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
     check_config(config)
     train(config)
     step = config.trainer.total_training_steps
-    folders = [RunDir(folder).checkpoints / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)]
+    folders = [
+        checkpoints_of(RunDir(folder)).directory / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)
+    ]
     if not folders[0].is_dir():
         print(f"trained {step} steps; {run} has no checkpoint of that step to compare the weights with")
         return False
