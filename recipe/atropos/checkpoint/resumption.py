@@ -124,7 +124,8 @@ def _usable(checkpoints: Checkpoints) -> Iterator[None]:
         raise
     except OSError as error:
         raise ConfigurationError(
-            f"trainer.default_local_dir={checkpoints.directory}: {error.strerror}; give a folder that can be written"
+            f"trainer.default_local_dir={checkpoints.directory}: {error.strerror or error}; give a folder that can be "
+            "written"
         ) from error
 
 

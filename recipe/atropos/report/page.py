@@ -45,11 +45,12 @@ def write_report(
     path = Path(output) if output is not None else histories[0].run.report
     text = page(histories, tokens)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     except DiskFull:
         raise
     except OSError as error:  # a run may be on a disk that is mounted read-only
-        raise ConfigurationError(f"{path}: {error.strerror}; give another file (--output)") from error
+        raise ConfigurationError(f"{path}: {error.strerror or error}; give another file (--output)") from error
     return path
 
 

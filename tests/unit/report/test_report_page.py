@@ -157,14 +157,14 @@ def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, monkeypatch, ca
         healthy_run(tmp_path / folder)
     monkeypatch.chdir(tmp_path)
     assert main(["report", "one"]) == 0 and capsys.readouterr().out == "runs/one/report.html\n"
-    assert main(["report", "one", str(tmp_path / "b/one"), "--output", "both.html"]) == 0
-    names = [run["name"] for run in data_of((tmp_path / "both.html").read_text())["runs"]]
+    assert main(["report", "one", str(tmp_path / "b/one"), "--output", "new/both.html"]) == 0
+    names = [run["name"] for run in data_of((tmp_path / "new/both.html").read_text())["runs"]]
     assert names == ["runs/one (1)", "b/one (2)"]
     monkeypatch.chdir(tmp_path / "b/one")
     assert describe(read_history("."), tokens=False)["name"] == "one"
     with pytest.raises(SystemExit, match="^error: .*: no run there "):
         main(["report", str(tmp_path)])
-    target = tmp_path / "b/one/config.yaml/report.html"  # as on a disk that is mounted read-only
+    target = tmp_path / "b/one/config.yaml/new/report.html"  # as on a disk that is mounted read-only
     with pytest.raises(SystemExit, match=rf"^error: {target}: Not a directory; give another file \(--output\)$"):
         main(["report", str(tmp_path / "b/one"), "--output", str(target)])
 
