@@ -48,6 +48,16 @@ def test_plan_of_published_models_has_their_parameters(qwen):
             assert plan.server.weights == 2 * parameters
 
 
+def test_plan_of_replicas_is_of_each_models_own_ranks(qwen):
+    """``fsdp_size`` of the actor and of the reference; verl takes all ranks where it is not below."""
+    options = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.n_gpus_per_node=4"]
+    for sizes, ranks in (((8, -1), [4, 4]), ((2, 8), [2, 4]), ((-1, 1), [4, 1])):
+        given = zip(("actor", "ref"), sizes, strict=True)
+        own = [f"actor_rollout_ref.{role}.fsdp_config.fsdp_size={size}" for role, size in given]
+        parts = planned(qwen("7b"), *options, *own).trainer.parts
+        assert [parts[name] for name in ("parameters", "reference")] == [4 * PARAMETERS["7b"] // n for n in ranks]
+
+
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_plan_of_the_reference_has_the_dtype_of_verl(qwen, dtype):
     """verl loads the weights of either model in its engine's ``model_dtype``, which is float32 in both."""
@@ -187,4 +197,7 @@ def test_plan_needs_a_model_and_a_gpu_or_its_size(qwen, tmp_path, monkeypatch):
         planned(tmp_path)
     with pytest.raises(ConfigurationError, match="the hub"):  # without transformers' minute of retries
         planned("no-such-organization-of-the-hub/no-such-model")
+    adapter = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=[q_prj]"]
+    with pytest.raises(ConfigurationError, match=r"target_modules=\['q_prj'\]: .*not found"):
+        planned(qwen("0.5b"), *adapter)
     show(planned(qwen("0.5b")), Console(quiet=True))

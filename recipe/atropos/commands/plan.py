@@ -130,8 +130,13 @@ def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
 
     settings = OmegaConf.to_container(config.actor_rollout_ref.model)
     modules = {name: settings[name] for name in ("target_modules", "exclude_modules")}
-    with torch.device("meta"):
-        get_peft_model(model, LoraConfig(r=settings["lora_rank"], **modules), autocast_adapter_dtype=False)
+    try:
+        with torch.device("meta"):
+            get_peft_model(model, LoraConfig(r=settings["lora_rank"], **modules), autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"actor_rollout_ref.model.target_modules={settings['target_modules']}: {error}"
+        ) from error
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
 
 
@@ -141,9 +146,7 @@ def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
 def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     actor, settings = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     engine = actor.fsdp_config
-    shards = engine.fsdp_size
-    if shards == -1:
-        shards = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    shards = _shards(config, engine)
     whole, size = parameters_of(model), _bytes(engine.model_dtype)
     trained = _adapt(config, model) if settings.lora_rank else whole
     held = whole + trained if settings.lora_rank else whole
@@ -151,7 +154,7 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     parts = {
         "parameters": size * held // shards,
         "optimizer": _ADAM_BYTES * trained // shards,
-        "reference": _reference_bytes(config) * whole // shards,
+        "reference": _reference_bytes(config) * whole // _shards(config, config.actor_rollout_ref.ref.fsdp_config),
         "buckets": _buckets(config, _COMPUTED.itemsize * whole),
         "gradients": size * trained // shards,
         "gathered": _COMPUTED.itemsize * (parameters_of(model) - sum(layers) + 2 * max(layers)),
@@ -161,6 +164,12 @@ def _trainer(config: DictConfig, model: PreTrainedModel) -> TrainerPlan:
     kept = {"parameters": not engine.param_offload, "optimizer": not engine.optimizer_offload, "reference": True}
     resident = sum(parts[name] for name, stays in kept.items() if stays)
     return TrainerPlan(parts, gpu_transport(config).keeps_buckets, resident)
+
+
+def _shards(config: DictConfig, engine: DictConfig) -> int:
+    """Return the number of ranks that share a model; as in verl, all of them if ``fsdp_size`` is not below."""
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return engine.fsdp_size if 0 < engine.fsdp_size < ranks else ranks
 
 
 def _reference_bytes(config: DictConfig) -> int:
