@@ -24,13 +24,13 @@ _HEAD = """\
 
 Made by `python scripts/configuration_page.py`.
 
-Give a key as `KEY=VALUE` on the command line of `recipe.atropos.launch_services` or `recipe.atropos.main`, or in a YAML
-file (`--config FILE`). Precedence: command line, file, preset,
+Give a key as `KEY=VALUE` to `recipe.atropos.launch_services` or `recipe.atropos.main`, or in YAML
+(`--config FILE`). Precedence: command line, file, preset,
 [`trainer.yaml`](../recipe/atropos/config/trainer.yaml), verl's `ppo_trainer`. Everything is checked before anything
-starts. An unknown key is an error that names the nearest one, with or without `+`; so is a key of verl's that has no
-effect here ([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead; verl's other keys
-keep their meaning. `environment.args={}` empties a mapping; a preset's `environment.args` are left out where you name
-another `environment.target`. Every key whose default is `null` may be `null`, except the model's path.
+starts. An unknown key, with or without `+`, is an error that names the nearest; so is a key of verl's without effect
+here ([`unsupported.py`](../recipe/atropos/config/unsupported.py)), with what to set instead; verl's other keys keep
+their meaning. `environment.args={}` empties a mapping; another `environment.target` leaves out a preset's
+`environment.args`. A key whose default is `null` may be `null`, except the model's path.
 """
 
 
@@ -102,7 +102,7 @@ def _named(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     words = {"integer": "integer", "number": "number", "boolean": "boolean", "object": "mapping"}
     name = words.get(schema.get("type", ""), schema.get("type", "any"))
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return ", ".join([name, *(f"{sign} {schema[limit]:g}" for limit, sign in limits.items() if limit in schema)])
+    return ", ".join([name, *(f"{sign} {schema[limit]:.10g}" for limit, sign in limits.items() if limit in schema)])
 
 
 def _default(key: str, defaults: DictConfig) -> str:

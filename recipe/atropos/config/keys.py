@@ -27,13 +27,10 @@ FREE = (
     "actor_rollout_ref.ref.fsdp_config.mixed_precision",
     "ray_kwargs.ray_init",
 )
-_ONLY_IN_CODE = (  # verl's, but not in its YAML
-    "actor_rollout_ref.actor.checkpoint.save_lora_only",
-    *(
-        f"actor_rollout_ref.{role}.fsdp_config.wrap_policy.{key}"
-        for role in ("actor", "ref")
-        for key in ("transformer_layer_cls_to_wrap", "disable")
-    ),
+_ONLY_IN_CODE = tuple(  # verl's, but not in its YAML
+    f"actor_rollout_ref.{role}.fsdp_config.wrap_policy.{key}"
+    for role in ("actor", "ref")
+    for key in ("transformer_layer_cls_to_wrap", "disable")
 )
 _MISSPELLED = 0.92  # similarity of two dotted keys from which on one is taken for the other, misspelled
 _T = TypeVar("_T")
@@ -293,5 +290,5 @@ _WANTED = {
     "greater_than_equal": "{ge:g} or more",
     "greater_than": "more than {gt:g}",
     "less_than_equal": "{le:g} or less",
-    "less_than": "less than {lt:g}",
+    "less_than": "less than {lt:.10g}",
 }

@@ -274,6 +274,7 @@ CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 class CheckpointSection(VerlSection):
     save_contents: CheckpointContents = about("What a checkpoint holds; extra: scheduler and random state")
     load_contents: CheckpointContents = about("What is read from it on resumption")
+    save_lora_only: bool = about("Without the base")
 
 
 class PolicyLossSection(VerlSection):
@@ -405,7 +406,7 @@ class TrainerSection(VerlSection):
 class Configuration(VerlSection):
     """The whole configuration."""
 
-    seed: Limit = about("Of the data, the sampling and the small policy")
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = about("Of the data, the sampling and the small policy")
     run: RunSection
     api: APISection
     inference: InferenceSection

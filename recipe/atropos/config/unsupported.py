@@ -228,8 +228,12 @@ _CONDITIONS: tuple[tuple[str, tuple[Any, ...], tuple[str, ...], str], ...] = (
     (
         "actor_rollout_ref.model.lora_rank",
         (),
-        ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path", "lora.merge"),
-        "actor_rollout_ref.model.",
+        (
+            *(f"model.{key}" for key in ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")),
+            "model.lora.merge",
+            "actor.checkpoint.save_lora_only",
+        ),
+        "actor_rollout_ref.",
     ),
 )
 CONDITIONAL = {prefix + key: (switch, values) for switch, values, keys, prefix in _CONDITIONS for key in keys}

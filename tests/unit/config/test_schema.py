@@ -54,6 +54,7 @@ REFUSED = [
     (f"{MODEL}.lora_rank", -1, "lora_rank=-1: give 0 or more"),
     (f"{MODEL}.path", None, "actor_rollout_ref.model.path is not set: give --model"),
     ("seed", "16", "seed='16': give a whole number"),
+    ("seed", 2**31, "seed=2147483648: give less than 2147483648"),
     ("seed", True, "seed=true: give a whole number"),
     ("inference.device", "gpu", "inference.device=gpu is called cuda; choose one of auto, cuda, cpu"),
     ("inference.device", "tpu", "inference.device=tpu; choose one of auto, cuda, cpu"),
@@ -81,6 +82,7 @@ REFUSED = [
     (f"{ATROPOS}.advantage_clipping", ["0", 1], "advantage_clipping[0]='0': give a number"),
     (f"{ATROPOS}.weight_sync.timeout", -5, "weight_sync.timeout=-5: give more than 0"),
     (f"{ACTOR}.checkpoint.save_contents", ["model", "hf"], "save_contents[1]=hf; choose one of model, optimizer, "),
+    (f"{ACTOR}.checkpoint.save_lora_only", "maybe", "save_lora_only=maybe: give true or false"),
     (f"{ACTOR}.optim.lr", "abc", "optim.lr=abc: give a number"),
     (f"{ACTOR}.optim.lr_warmup_steps", None, "optim.lr_warmup_steps=null: give a whole number"),
     (f"{ACTOR}.kl_loss_type", "low_kl", "kl_loss_type=low_kl; choose one of kl, k1, abs, mse, k2, low_var_kl"),
@@ -223,6 +225,7 @@ def test_schema_names_all_wrong_keys_in_one_answer():
         (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=9", f"{ACTOR}.strategy=fsdp2", "fsdp"),
         (f"{MODEL}.fused_kernel_options.impl_backend=triton", f"{MODEL}.use_fused_kernels=false", "true"),
         (f"{MODEL}.target_modules=[q_proj]", f"{MODEL}.lora_rank=0", None),
+        (f"{ACTOR}.checkpoint.save_lora_only=true", f"{MODEL}.lora_rank=0", None),
         (f"{MODEL}.lora_adapter_path=/some/adapter", f"{MODEL}.lora_rank=0", None),
     ],
 )
