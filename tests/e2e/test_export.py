@@ -16,7 +16,7 @@ from helpers.export import alone, arguments, configuration, saved_run, small_run
 from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_model  # noqa: F401
 from helpers.runs import run_of
 from helpers.trainer import compose_config
-from recipe.atropos.checkpoint import safetensors_writer
+from recipe.atropos.checkpoint import safetensors_writer, store
 from recipe.atropos.checkpoint.export import ExportError, export, export_checkpoint
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards, ShardsError
@@ -24,6 +24,7 @@ from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.launch import report_model
 from recipe.atropos.main import export_model
+from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import update_summary
 from recipe.atropos.tensors.format import read_shapes
 from recipe.atropos.utils import debug
@@ -105,6 +106,23 @@ def test_export_keeps_chat_templates_in_folders(small_run, tmp_path):
     assert [path.read_text() for path in (tmp_path / "out/additional_chat_templates").iterdir()] == ["tools"]
 
 
+@pytest.mark.parametrize("when", ["before", "as_it_is_read"])
+def test_export_of_a_checkpoint_that_is_removed_meanwhile(small_run, tmp_path, monkeypatch, when):
+    """By the run's trainer, which keeps the newest."""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(small_run[0].path, run.path)
+    chosen, digest = choose_checkpoint(run, step=1), store._digest
+
+    def removed(path=None):
+        monkeypatch.setattr(store, "_digest", digest)
+        Checkpoints(run.checkpoints)._prune(1, {})
+        return ""
+
+    monkeypatch.setattr(store, "_digest", removed) if when == "as_it_is_read" else removed()
+    with pytest.raises(ConfigurationError, match="global_step_1 was removed meanwhile, .* choose another"):
+        export_checkpoint(run, chosen, tmp_path / "out")
+
+
 def test_export_refuses_a_dtype_without_room(make_model, tmp_path):
     """A value that would become infinite; one that was infinite is not hidden."""
     engine = trained(make_model("qwen2"))
@@ -134,8 +152,7 @@ def test_export_at_the_end_never_ends_a_run(make_model, tmp_path, capsys, caplog
     def told():
         return " ".join(capsys.readouterr().out.split())
 
-    only = "+actor_rollout_ref.actor.checkpoint.save_lora_only=true"  # counts with LoRA alone
-    run = saved_run(tmp_path / "run", configuration(make_model("qwen2"), only), trained(make_model("qwen2")))
+    run = saved_run(tmp_path / "run", configuration(make_model("qwen2")), trained(make_model("qwen2")))
     options = [f"actor_rollout_ref.model.path={make_model('qwen2')}", "trainer.total_training_steps=1"]
     launched = run_of(compose_config(*options), run.path)
     export_model(run)

@@ -30,8 +30,16 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
-from recipe.atropos.checkpoint.shards import Shards
-from recipe.atropos.checkpoint.store import ADAPTER_CONFIG, checkpoints_of, choose_checkpoint, step_of, verify
+from recipe.atropos.checkpoint.shards import Shards, ShardsError
+from recipe.atropos.checkpoint.store import (
+    ADAPTER_CONFIG,
+    COMPLETE,
+    CheckpointDamaged,
+    checkpoints_of,
+    choose_checkpoint,
+    step_of,
+    verify,
+)
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.tensors.format import TENSOR_NAMES, CheckpointFormat, model_file
@@ -207,14 +215,20 @@ def export_checkpoint(
 
     Raises:
         ExportError, ShardsError, CheckpointDamaged: it cannot be exported.
-        ConfigurationError: ``adapter`` does not fit the checkpoint, the model has custom code that is not trusted,
-            ``dtype`` cannot hold a value, or ``out`` is a mount point or holds something other than an export.
+        ConfigurationError: ``adapter`` does not fit the checkpoint, or it was removed meanwhile, the model has custom
+            code that is not trusted, ``dtype`` cannot hold a value, or ``out`` is a mount point or holds something
+            other than an export.
         DiskFull: ``out`` is unchanged.
     """
     out = out.resolve()
     _check_out(out)
-    config = read_config_yaml(run.config)
-    source, wanted = _Checkpoint(checkpoint, config, trust_remote_code), dtype and getattr(torch, dtype)
+    config, wanted = read_config_yaml(run.config), dtype and getattr(torch, dtype)
+    try:
+        source = _Checkpoint(checkpoint, config, trust_remote_code)
+    except (CheckpointDamaged, ShardsError) as error:
+        if (checkpoint / COMPLETE).exists():
+            raise
+        raise ConfigurationError(f"{checkpoint} was removed meanwhile, by the run's trainer: choose another") from error
     if adapter and not source.adapted:
         raise ConfigurationError(f"--adapter: {run.path} was trained without LoRA; leave it out")
     if source.adapter_only and not adapter:

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's file name for a LoRA adapter's configuration; not imported, because PEFT takes seconds to import."""
 
-_COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
+COMPLETE, _INCOMPLETE = "complete.json", "incomplete"
 _TRACKER = "latest_checkpointed_iteration.txt"  # for verl's own tools
 
 
@@ -72,8 +72,8 @@ class Checkpoints:
         whole = self.whole()
         for folder in self.folders():
             if folder not in whole:
-                why = f"it has no {_COMPLETE}, which this recipe writes last"
-                if (folder / _COMPLETE).exists():
+                why = f"it has no {COMPLETE}, which this recipe writes last"
+                if (folder / COMPLETE).exists():
                     why = (
                         "files are missing or have other sizes than when they were saved, or that file is damaged "
                         "(trainer.resume_mode=resume_path resumes from it)"
@@ -96,10 +96,10 @@ class Checkpoints:
         if trainer.resume_mode != "resume_path":
             return self.newest() if trainer.resume_mode == "auto" else None
         folder = Path(trainer.resume_from_path).expanduser().resolve()
-        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / _COMPLETE).exists():
+        if not re.fullmatch(r"global_step_\d+", folder.name) or not (folder / COMPLETE).exists():
             raise ConfigurationError(
                 f"trainer.resume_from_path={trainer.resume_from_path}: no checkpoint of a run; give a folder "
-                f"global_step_N with {_COMPLETE} in it. To begin with the weights of verl's own trainer, give what "
+                f"global_step_N with {COMPLETE} in it. To begin with the weights of verl's own trainer, give what "
                 "python -m verl.model_merger makes of them as actor_rollout_ref.model.path"
             )
         return folder
@@ -115,12 +115,12 @@ class Checkpoints:
     def go_on_from(self, folder: Path) -> None:
         """Count ``folder``, if it is one of these, as the newest: a run that goes back to it leaves those after it."""
         if folder in self.whole()[:-1]:
-            write_json(folder / _COMPLETE, read_json(folder / _COMPLETE) | {"sequence": self._next_sequence()})
+            write_json(folder / COMPLETE, read_json(folder / COMPLETE) | {"sequence": self._next_sequence()})
 
     def remove_incomplete(self) -> None:
         """Remove checkpoints that an earlier process began to save and did not complete."""
         for folder in self.folders():
-            if (folder / _INCOMPLETE).exists() and not (folder / _COMPLETE).exists():
+            if (folder / _INCOMPLETE).exists() and not (folder / COMPLETE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -156,7 +156,7 @@ class Checkpoints:
                 for path in (*folder.rglob("*"), folder, self.directory):
                     sync(path)
                 complete = {"step": step, "sequence": self._next_sequence(), "model": model, "batch": batch}
-                write_json(folder / _COMPLETE, complete | {"files": files, "digests": made})
+                write_json(folder / COMPLETE, complete | {"files": files, "digests": made})
                 (folder / _INCOMPLETE).unlink()
                 sync(folder)
         except BaseException as error:
@@ -171,14 +171,14 @@ class Checkpoints:
 
     def oldest_batch(self) -> int:
         """Return the number of the last batch that every complete checkpoint contains."""
-        return min((read_json(folder / _COMPLETE).get("batch", 0) for folder in self.whole()), default=0)
+        return min((read_json(folder / COMPLETE).get("batch", 0) for folder in self.whole()), default=0)
 
     def _prune(self, keep: int | None, scores: Mapping[int, float]) -> None:
         best = self.best(scores)
         for folder in self.whole()[: -keep or None] if keep else []:
             if folder == best:
                 continue
-            os.replace(folder / _COMPLETE, folder / _INCOMPLETE)  # after a kill midway, the next start removes it
+            os.replace(folder / COMPLETE, folder / _INCOMPLETE)  # after a kill midway, the next start removes it
             shutil.rmtree(folder, ignore_errors=True)
 
     def folders(self) -> list[Path]:
@@ -191,7 +191,7 @@ class Checkpoints:
     def _sequence(self, folder: Path) -> int | None:
         """Return its position in the order of completion, or None if it is not complete."""
         try:
-            saved = read_json(folder / _COMPLETE)
+            saved = read_json(folder / COMPLETE)
             whole = saved and all((folder / name).stat().st_size == size for name, size in saved["files"].items())
             return saved["sequence"] if whole else None
         except (OSError, KeyError, AttributeError, RunDirError):  # also broken by hand
@@ -237,7 +237,7 @@ def choose_checkpoint(run: RunDir, step: int | None = None, best: bool = False) 
 def model_of(folder: Path) -> dict[str, Any] | None:
     """Return the identity of the model that the checkpoint was trained from; None if it is not recorded."""
     try:
-        return read_json(folder / _COMPLETE, {}).get("model")
+        return read_json(folder / COMPLETE, {}).get("model")
     except RunDirError:  # truncated; resumed from only if trainer.resume_from_path names it
         return None
 
@@ -264,14 +264,14 @@ def verify(folder: Path, *patterns: str) -> None:
         CheckpointDamaged: a file is missing, or not as it was saved.
         RunDirError: ``complete.json`` is damaged.
     """
-    saved = read_json(folder / _COMPLETE, {}).get("digests", {})
+    saved = read_json(folder / COMPLETE, {}).get("digests", {})
     for name in sorted(name for name in saved if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)):
         path = folder / name
         if not path.is_file() or _digest(path) != saved[name]:
             older = [other for other in Checkpoints(folder.parent).whole() if step_of(other) < step_of(folder)]
             instead = f"is that of {older[-1]}" if older else "is none before it"
             raise CheckpointDamaged(
-                f"{path} is not as it was saved (its digest differs from {_COMPLETE}'s): restore it, or move "
+                f"{path} is not as it was saved (its digest differs from {COMPLETE}'s): restore it, or move "
                 f"{folder.name} away; the checkpoint to go on from then {instead}"
             )
 
