@@ -159,6 +159,8 @@ def check_ports(config: DictConfig) -> None:
         same = [other for other in ports if ports[other] == port]
         if len(same) > 1:
             problems.append(f"{' and '.join(same)}: both are {port}; give another, or null for a free one")
+        elif port > 65535:
+            problems.append(f"{key}={port}: the highest is 65535; give a lower inference.port")
         elif not port_is_free(port, host):
             problems.append(str(taken(host, port, key)))
     if problems:

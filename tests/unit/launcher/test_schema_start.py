@@ -99,6 +99,7 @@ def test_schema_start_gives_servers_lists_and_mappings(tmp_path, monkeypatch):
         ("environment.target=recipe.atropos.environments.no", "environment.target=.*environments.no: no such module"),
         ("environment.target=/no/such/env.py", "environment.target=/no/such/env.py: no such file"),
         ("inference.port=TAKEN", "inference.port=.* is taken"),
+        ("inference={port: 65535, servers: 2}", "inference.port of server 1=65536: the highest is 65535; give a lower"),
         ("api.port=TAKEN", "api.port=.* is taken"),
         ("api.host=192.0.2.1", "api.host=192.0.2.1 is no IPv4 address of this machine; give 127"),
         ("trainer.resume_from_path=/no/such", "give both"),
