@@ -20,6 +20,7 @@ from rich.text import Text
 from recipe.atropos.config.compose import add_options, compose_overrides, given_values
 from recipe.atropos.config.keys import keys_of
 from recipe.atropos.config.models import MODEL_KEY
+from recipe.atropos.config.preflight import check_rules
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launcher.run_plan import names_model, plan_run
 from recipe.atropos.utils.hosts import cluster_address
@@ -51,12 +52,12 @@ def job(kind: str, nodes: int, overrides: Sequence[str]) -> str:
     """Return the job for "sbatch", "skypilot" or "kuberay" that trains with ``overrides`` on so many nodes.
 
     Raises:
-        ConfigurationError: whenever it is requeued, it would begin anew.
+        ConfigurationError: there is no node, or whenever it is requeued, it would begin anew.
     """
     given = {key: value for item in given_values(overrides) for key, value in keys_of(dict([item]))}
-    if (mode := given.get("trainer.resume_mode", "auto")) != "auto":
-        message = f"trainer.resume_mode={mode}: a job that is requeued would begin there again; leave it out"
-        raise ConfigurationError(message)
+    mode = given.get("trainer.resume_mode", "auto")
+    requeued = f"trainer.resume_mode={mode}: a job that is requeued would begin there again; leave it out"
+    check_rules([(nodes < 1, f"--nodes {nodes}: give 1 or more"), (mode != "auto", requeued)])
     template = importlib.resources.files("recipe.atropos.config").joinpath("jobs", kind).read_text()
     values = {
         "NODES": str(nodes),

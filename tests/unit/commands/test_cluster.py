@@ -46,6 +46,8 @@ def test_cluster_jobs_that_would_not_go_on_are_refused():
     assert job("sbatch", 2, [*OPTIONS, "trainer.resume_mode=auto"])
     with pytest.raises(ConfigurationError, match="^trainer.resume_mode=disable: a job that is requeued would"):
         job("sbatch", 2, [*OPTIONS, "trainer.resume_mode=disable"])
+    with pytest.raises(ConfigurationError, match="^--nodes 0: give 1 or more$"):
+        job("sbatch", 0, OPTIONS)
 
 
 SLURM = {
