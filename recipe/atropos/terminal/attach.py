@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from recipe.atropos.run.folder import LAUNCHER, RunDir
-from recipe.atropos.run.status import FINISHED, RunReader, RunStatus, find_run
+from recipe.atropos.run.status import FINISHED, KILLED, STOPPED, RunReader, RunStatus, find_run
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.progress import LiveView, shows_live
 from recipe.atropos.terminal.status import RUN_HELP, how_to_go_on, print_state, show_summary
@@ -52,7 +52,7 @@ def main(given: argparse.Namespace) -> int:
     console = Console(highlight=False)
     files = find_run(given.run)
     if not RunReader(files.path).read().is_alive:
-        return 0 if print_state(files, console).state == FINISHED else 1
+        return 1 if print_state(files, console).state in (STOPPED, KILLED) else 0
     try:
         status = watch_run(files, console)
     except KeyboardInterrupt:

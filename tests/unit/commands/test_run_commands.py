@@ -101,6 +101,8 @@ def test_stop_signals_no_process_of_another_run(tmp_path, host, capsys):
     if host:
         with pytest.raises(SystemExit, match=f"nothing was stopped: process {os.getpid()} of elsewhere runs it"):
             main(["stop", str(files.path)])
+        for looked in ("status", "attach"):
+            assert main([looked, str(files.path)]) == 0, "it goes on"
     else:
         assert main(["stop", str(files.path)]) == 0
         assert "does not run (killed); nothing was stopped" in told(capsys)
