@@ -29,9 +29,10 @@ API_KEY_VARIABLE = "ATROPOS_API_KEY"
 API_KEY = f"${{oc.env:{API_KEY_VARIABLE},null}}"  # what files have instead of the key
 HIDDEN = "***"
 COMPLETE = b"# The complete configuration of a run, without secrets, as its launcher wrote it.\n"
-_TOKENS = "access|api|auth|bearer|github|gitlab|hf|hub|hugging_?face|refresh|session"  # not pad, stop, max, ...
+_TOKENS = "access|api|auth|bearer|github|gitlab|hf|hub|hugging_?face|judge|openai|refresh|session"  # not pad, stop, ...
 _NAME = re.compile(
-    rf"(^|[_.])((access|api|private|secret)_?keys?|secrets?|passwords?|passphrase|passwd|({_TOKENS})_token)$",
+    r"(^|[_.])((access|anthropic|api|openai|private|secret)_?keys?|secrets?|passwords?|passphrase|passwd"
+    rf"|authorization|bearer|({_TOKENS})_token)$|(^|\.)token$",
     re.IGNORECASE,
 )
 _REFERENCE = re.compile(r"\$\{(oc\.env:\w+(,\s*null)?|[\w.]+)\}")

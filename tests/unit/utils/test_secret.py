@@ -42,11 +42,11 @@ OPTIONS = [
 SECRETS = """
 api_key api-key openai.api_key environment.args.OPENAI_API_KEY hf_token ssl_keyfile_password
 AWS_SECRET_ACCESS_KEY HUGGING_FACE_HUB_TOKEN GITHUB_TOKEN ray_init.runtime_env.env_vars.WANDB_API_KEY
-hub-token secret_key private_key api_keys
+hub-token secret_key private_key api_keys openai_key token judge.token judge_token headers.Authorization bearer
 """
 OTHERS = """
 tokenizer stop_token_ids pad_token_id eos_token distill_token_ids sort_key pad_token max_tokens
-token_level_scores key
+token_level_scores key max_token_length tokens per_token trained_tokens next_token token_counts
 """
 
 
