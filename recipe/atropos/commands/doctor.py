@@ -252,9 +252,10 @@ def _shared_memory() -> str:
 
 def _disk(config: DictConfig) -> str:
     found = [_room(config.run.dir, 0, "logs and trajectories", "--run-dir")]
-    if config.trainer.save_freq > 0 and (parameters := _parameters(config.actor_rollout_ref.model.path)):
+    model, only = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.checkpoint.save_lora_only
+    if config.trainer.save_freq > 0 and not only and (parameters := _parameters(model.path)):
         kept = max(config.trainer.max_actor_ckpt_to_keep or 0, 2) + 1  # an older one goes before the next is written
-        size = kept * parameters * (_BASE_BYTES if config.actor_rollout_ref.model.lora_rank else _STATE_BYTES)
+        size = kept * parameters * (_BASE_BYTES if model.lora_rank else _STATE_BYTES)
         found.append(
             _room(
                 config.trainer.default_local_dir,

@@ -19,6 +19,8 @@ from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.process import free_port
 
+ADAPTER = "actor_rollout_ref.model.lora_rank=8"
+
 
 @pytest.fixture
 def results(tmp_path, model_path):
@@ -79,11 +81,12 @@ def test_doctor_looks_for_room_where_checkpoints_will_be(results, tmp_path, monk
         doctor.shutil, "disk_usage", lambda path: disk._replace(free=(20 if path == tmp_path else 1000) << 30)
     )
     for folder, options, told in (
-        (tmp_path, ["actor_rollout_ref.model.lora_rank=8"], "14 needed for 3 checkpoints"),
+        (tmp_path, [ADAPTER], "14 needed for 3 checkpoints"),
         ("/", [], "38 needed for 3 checkpoints"),
         ("/", ["trainer.max_actor_ckpt_to_keep=1"], "3 checkpoints"),
         ("/", ["trainer.max_actor_ckpt_to_keep=4"], "5 checkpoints"),
         ("/", ["trainer.save_freq=-1"], "logs and trajectories$"),
+        (tmp_path, [ADAPTER, "actor_rollout_ref.actor.checkpoint.save_lora_only=true"], "logs and trajectories$"),
         (tmp_path, [], "38 needed for 3 .*, or give another trainer.default_local_dir"),
     ):
         found = results("run.dir=/", f"trainer.default_local_dir={folder}", *options)["disk"]
