@@ -31,9 +31,7 @@ Targets, of the mean tokens against outcome GRPO's: at most 0.5 at 4 steps, 0.25
 one if no value that it allows misses it.
 
 Every complete run is a line of ``--results``, which is kept: the same command goes on with those that are missing, and
-begins none after ``--hours``. A line says of which settings it is; a file with others is refused. Those in
-``credit.jsonl`` are of an earlier rule of credit, which compared decisions of any number, those in
-``credit_by_depth.jsonl`` of today's (docs/token-advantages.md). ``--quick`` is
+begins none after ``--hours``. A line says of which settings it is; a file with others is refused. ``--quick`` is
 outcome GRPO and lam 0 at 4 steps, one learning rate and seed, and 80 updates. A first policy is taught once: those for
 4 and 8 keys took 2 and 6 minutes, at once on 2 cores.
 """
