@@ -37,7 +37,6 @@ from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.trajectory_api.store import DATABASE
-from recipe.atropos.utils.files import write_json
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
 from recipe.atropos.workers.actor import engine_settings
@@ -102,16 +101,16 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file, monk
     assert atropos.weight_sync.directory == "other/weights" and other.trainer.rollout_data_dir == "other/rollouts"
     actor = other.actor_rollout_ref.actor
     assert (actor.ppo_mini_batch_size, actor.clip_ratio_low) == (32, 0.3)
-    monkeypatch.chdir(tmp_path)
-    for name in ("demo", "demo-2"):  # the second command finds a finished run
-        plan = plan_run(["preset=demo", f"actor_rollout_ref.model.path={tmp_path}"])
-        plan.files.path.mkdir(parents=True)
-        prepare_folder(plan.files, plan.complete(), {}, plan.given())
-        assert plan.files.path.name == name
-        file = f"config={plan.files.config}"
-        assert [plan_run([file, *more]).files.path.name for more in ([], ["run.name=mine"])] == [name, "mine"]
-        write_json(plan.files.summary, {"finished_steps": plan.config.trainer.total_training_steps})
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    longer = plan_run([file, f"trainer.total_training_steps={again.config.trainer.total_training_steps + 1}"])
+    assert longer.files.path == tmp_path, "the same run, for more steps"
+    for named in ("run.name=second", "+run={name: second}"):
+        assert plan_run([file, named]).files.path == elsewhere / "runs/second"
     own = tmp_path / "own.yaml"
+    own.write_text("run: {dir: there}")
+    assert load_config([f"config={own}", "preset=demo", "run.name=second"]).run.dir == "there"
     own.write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {actor: {ppo_mini_batch_size: 4}}")
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
 
@@ -121,8 +120,6 @@ def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch)
     actor, trained = "actor_rollout_ref.actor", []
     run_file("preset=demo", f"{actor}.use_kl_loss=true", "environment.args.api_key=secret")
     write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
-    own = RunDir(tmp_path).given
-    own.write_text(own.read_text().replace(f"dir: {tmp_path}", "name: demo"))  # from which the folder followed
     monkeypatch.setattr("recipe.atropos.main.run", trained.append)
     given = [f"{actor}.clip_ratio=0.3", f"++{actor}.kl_loss_coef=0.1", "run.name='a b'", "trainer.logger=[]"]
     assert replay(tmp_path, given) is False, "there is no checkpoint to compare with"
@@ -150,13 +147,16 @@ def test_promises_replay_compares_with_the_runs_own_checkpoints(tmp_path, run_fi
         with Checkpoints(tmp_path / "elsewhere").saving(step, None) as folder:
             (folder / "actor").mkdir()
             torch.save({"weight": torch.ones(2)}, folder / "actor/model_world_size_1_rank_0.pt")
-    given = f"trainer.resume_from_path={tmp_path / 'elsewhere/global_step_1'}"
-    run_file("preset=demo", *steps, "trainer.resume_mode=resume_path", given)
+    given = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'elsewhere/global_step_1'}"
+    run_file("preset=demo", *steps, *given)
     write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
     monkeypatch.setattr(
         "recipe.atropos.main.run", lambda config: shutil.copytree(folder.parent, config.trainer.default_local_dir)
     )
     assert replay(tmp_path, [])
+    run_file("preset=demo", *given)
+    with pytest.raises(ConfigurationError, match="of another run, whose batches are not here"):
+        replay(tmp_path, [])
 
 
 def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file, monkeypatch):

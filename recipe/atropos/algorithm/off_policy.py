@@ -72,7 +72,9 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
         sampled["response_mask"] = tensors["response_mask"]
         if config.rollout_is:
             options = {key: config[key] for key in _WEIGHTED_BY}
-            at_once = len(indices) if config.rollout_is_batch_normalize else _ROWS_AT_ONCE
+            # Normalization is over all rows; a metric of parts whose weights are all 0 (IcePop) divides by them.
+            whole = config.rollout_is_batch_normalize or "_" in str(config.rollout_is_threshold)
+            at_once = len(indices) if whole else _ROWS_AT_ONCE
             parts = zip(*(values.split(at_once) for values in sampled.values()), strict=True)
             weights[indices] = torch.cat([compute_rollout_correction_weights(*part, **options)[0] for part in parts])
         if config.rollout_rs:

@@ -225,7 +225,7 @@ def export_checkpoint(
     config, wanted = read_config_yaml(run.config), dtype and getattr(torch, dtype)
     try:
         source = _Checkpoint(checkpoint, config, trust_remote_code)
-    except (CheckpointDamaged, ShardsError) as error:
+    except (CheckpointDamaged, ShardsError, ExportError, OSError) as error:
         if (checkpoint / COMPLETE).exists():
             raise
         raise ConfigurationError(f"{checkpoint} was removed meanwhile, by the run's trainer: choose another") from error

@@ -64,7 +64,7 @@ def prepare_folder(
     write_atomic(folder.config, config_yaml(config))
     if given is not None:
         nested = OmegaConf.create({})  # since what is below a secret's name is secret
-        for key, value in given.items():
+        for key, value in {**given, "run.dir": str(folder.path)}.items():
             OmegaConf.update(nested, key, API_KEY if key == "inference.api_key" else value, force_add=True)
         public = without_secrets(OmegaConf.to_container(nested))
         write_atomic(folder.given, OmegaConf.to_yaml(OmegaConf.create(public)).encode())

@@ -45,10 +45,8 @@ _SGLANG = ("torch", "sglang", "transformers")
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHARED, _LEAST_DISK = 6, 0.5, 2  # GiB; memory: what the demo needs
 _LEAST_TOKENS = 32
-_STATE_BYTES, _BASE_BYTES = (
-    12,
-    4,
-)  # of a parameter in a checkpoint: float32 weights and two moments; of the base of an adapter
+_STATE_BYTES = 12  # of a parameter in a checkpoint: float32 weights and two moments
+_BASE_BYTES = 4  # of an adapter's base, which has no moments
 
 
 class Note(str):

@@ -25,6 +25,7 @@ from recipe.atropos.config.compose import (
 )
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.config.preflight import check_config
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 from recipe.atropos.utils.files import read_yaml
@@ -52,7 +53,9 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
         "inference.gateway": None,
         "evaluation.evaluated_file": None,
     }
-    recorded = load_recorded(RunDir(run).config)
+    recorded, own = load_recorded(RunDir(run).config), checkpoints_of(RunDir(run)).directory
+    if (begun := recorded.trainer.resume_from_path) and Path(begun).expanduser().resolve().parent != own.resolve():
+        raise ConfigurationError(f"{run} went on from {begun}, of another run, whose batches are not here: replay that")
     config = resolved(with_values(recorded, settings | _changes(RunDir(run), overrides)))
     decide_device(config)
     check_config(config)
@@ -78,8 +81,7 @@ def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
         return {}
     own = load_recorded(run.config)
     if run.given.exists():  # of an earlier version none, whose followers stay as recorded
-        its_own = {"run.dir": str(run.path), MODEL_KEY: "any"}
-        own = with_values(shipped(None), dict(leaves(read_yaml(run.given))) | its_own)
+        own = with_values(shipped(None), dict(leaves(read_yaml(run.given))) | {MODEL_KEY: "any"})
     changed = compose_values(given_values(overrides), base=own)
     before, after = (dict(leaves(OmegaConf.to_container(resolved(config)))) for config in (own, changed))
     given = given_keys(overrides)

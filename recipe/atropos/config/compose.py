@@ -254,16 +254,18 @@ def given_values(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     files = [value for key, value in given if key == "config"]
     if len(files) > 1:
         raise ConfigurationError(f"config={files[-1]}: a second file, after {files[0]}; merge them into one")
-    in_file = [item for file in files for item in leaves(_read(file))]
-    return in_file + [item for item in given if item[0] != "config"]
+    others = [item for item in given if item[0] != "config"]
+    named = any(key == "run.name" for item in others for key, _ in keys_of(dict([item])))
+    return [item for file in files for item in leaves(_read(file, named))] + others
 
 
-def _read(file: Any) -> dict[str, Any]:
+def _read(file: Any, named: bool) -> dict[str, Any]:
+    """Return what a file gives. That of a run gives its folder too, unless ``named``: then another run is begun."""
     path = Path(str(file)).expanduser()
     try:
         with path.open("rb") as opened:
-            if opened.readline() == COMPLETE:  # it has what follows from other values, too
-                path = RunDir(path.parent).given
+            complete = opened.readline() == COMPLETE  # with what follows from other values, too
+        path = RunDir(path.parent).given if complete else path
         if not path.exists():
             raise ConfigurationError(
                 f"config={file}: an earlier version or a replay wrote it, without {path.name}, which has what was "
@@ -274,6 +276,8 @@ def _read(file: Any) -> dict[str, Any]:
         raise ConfigurationError(f"config={file}: {' '.join(str(error).split())}; give a YAML file") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"config={file}: it holds no mapping of keys to values")
+    if complete and named:
+        del found["run"]["dir"]
     for key in ("defaults", "hydra"):
         if key in found:
             raise ConfigurationError(

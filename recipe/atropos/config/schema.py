@@ -274,7 +274,7 @@ CheckpointContents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 class CheckpointSection(VerlSection):
     save_contents: CheckpointContents = about("What a checkpoint holds; extra: scheduler and random state")
     load_contents: CheckpointContents = about("What is read from it on resumption")
-    save_lora_only: bool = about("Without the base")
+    save_lora_only: bool = about("Checkpoints leave out the base model")
 
 
 class PolicyLossSection(VerlSection):

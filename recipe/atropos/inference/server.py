@@ -321,7 +321,7 @@ def wrong_flags(given: Mapping[str, Any], flags: Mapping[str, list], version: st
         if len(found) != 1:  # argparse completes, but only to a single flag
             near = [flag[2:].replace("-", "_") for flag in found or difflib.get_close_matches(option, flags, n=1)]
             meant = f"; did you mean {' or '.join(near)}?" if near else ""
-            yield f"{told}: {sglang} has no such flag{meant}"
+            yield f"{told}: {sglang} has {'several flags that begin so' if found else 'no such flag'}{meant}"
             continue
         nargs, kind, choices = flags[found[0]]
         if nargs == 0 and not isinstance(value, bool | None):

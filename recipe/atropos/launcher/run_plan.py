@@ -100,9 +100,10 @@ def plan_run(overrides: list[str]) -> RunPlan:
                 f"{alpha}={own} with run.resume_from={config.run.resume_from}, whose adapter has "
                 f"{start.values[alpha]}: leave it out"
             )
-        composed = with_values(composed, start.values)
-    if values or start:
-        config = resolved(with_values(composed, values))
+        values |= start.values
+    if values:
+        composed = with_values(composed, values)
+        config = resolved(composed)
     if start is not None:
         config.actor_rollout_ref.model.path = start.model_before_the_copy
     return RunPlan(set_derived(config), composed, RunDir(directory), start)

@@ -38,7 +38,9 @@ def rollouts_of(history: RunHistory, limit: int = SCANNED) -> dict[int, list[dic
     Outputs that ``chosen_rows`` leaves out are shortened: a batch of long answers has gigabytes over so many steps.
     """
     own, configured = history.run.rollouts, history.config.get("trainer.rollout_data_dir")
-    folder = own if own.exists() or not configured else Path(configured)  # the run may have been moved
+    # Below its former folder, if the run was moved, may be another run's.
+    elsewhere = configured and Path(configured).parent != Path(history.config.get("run.dir", ""))
+    folder = Path(configured) if elsewhere and not own.exists() else own
     recorded = (int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdigit())
     steps = spread(sorted(step for step in recorded if step <= history.steps), limit)
     return {step: _read_rows(folder / f"{step}.jsonl") for step in steps}

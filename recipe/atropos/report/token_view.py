@@ -27,8 +27,9 @@ from recipe.atropos.verl_ext.batch import DataProto
 def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> DataProto:
     """Return the batch of ``step`` as rows, with advantages computed from these rows alone.
 
-    ``groups`` are those of the step, if they were read already. A KL penalty in the reward, rejection, and statistics
-    over the whole run are left out, since they need the model and the run.
+    ``groups`` are those of the step, if they were read already. ``max_staleness`` is that of ``config``, whatever it
+    was at the step. A KL penalty in the reward, rejection, and statistics over the whole run are left out, since they
+    need the model and the run.
 
     Raises:
         DataSourceError: there is no such batch, or the estimator needs the model.

@@ -324,7 +324,7 @@ class LineReader:
         self._offset = self._number = self._inode = 0
 
     def new_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that were added since those that were yielded.
+        """Yield the lines that were added since those that were yielded; to be read to its end before the next call.
 
         Raises:
             RunDirError: a whole line is not a JSON object, which nothing here writes; names it.

@@ -182,6 +182,7 @@ class History:
     environments: dict[str, EnvironmentHistory] = field(default_factory=dict)
     servers: dict[str, ServerHistory] = field(default_factory=dict)
     version: int | None = None  # the gateway's
+    pushed: float = 0.0  # when that was seen first
     held: int = 0  # requests that wait for a server
     gateway_silent: float | None = None  # since when it does not answer
     behind: float | None = None  # since when its version is not the trainer's
@@ -236,6 +237,8 @@ class History:
             return
         self.gateway_silent = None
         before, self.version, self.held = self.version, status["version"], status["held"]
+        if self.version != before:
+            self.pushed = now
         newest = self.steps[-1] if self.steps else None
         if before is not None and self.version is not None and self.version < before:
             self.undone = newest

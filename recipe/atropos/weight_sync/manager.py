@@ -2,7 +2,7 @@
 
 - A version is active once every server *that answers* has it.
 - A server that answers again is given the active version before the gateway admits it, whatever version it reports:
-  it may have been left paused, or with half of a push. Where the actor has no longer that one, the next push gives it.
+  it may have been left paused, or with half of a push. If the actor no longer has that version, the next push gives it.
 - A push that fails because a server died is repeated, as a whole, to the rest. If a live server refuses the weights,
   the run stops.
 - In adapter-only sync, each version's adapter has the same name on all servers, and the gateway knows that name.
@@ -95,8 +95,8 @@ class WeightSyncManager:
     def ensure_current(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
-        Between two pushes they are newer than the active ones: a returning server waits for the next push, unless no
-        other serves. Called before each step and while it waits for its batch. Otherwise as ``update_weights``.
+        Between two pushes the actor's are newer than the active ones: a returning server waits for the next push if
+        others serve. Called before each step and while it waits for its batch. Otherwise as ``update_weights``.
         """
         if self.version is None:
             return {}

@@ -211,14 +211,16 @@ def test_correction_is_given_to_the_loss_in_bypass_mode_alone(bypass):
     "settings",
     [
         {"rollout_is": "token"},
+        {"rollout_is": "sequence"},
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_2.0"},
         {"rollout_is": "sequence", "rollout_is_threshold": "0.5_2.0", "rollout_is_batch_normalize": "true"},
         {"rollout_rs": "'token_k1,seq_mean_k3'", "rollout_rs_threshold": "'0.5_2.0,0.9'"},
     ],
-    ids=lambda settings: next(iter(settings)) + "=" + next(iter(settings.values())),
+    ids=lambda settings: ", ".join(settings.values()),
 )
 def test_correction_is_verls(settings):
     """Its weights and mask, some rows at once, are those of verl's own call, whose metrics come later."""
-    ratios, settings = [[0.5, 1.5, 4.0], [3.0, 3.0], [0.25], [1.0, 1.1]] * 5, correction(**settings)
+    ratios, settings = [*[[0.5, 1.5, 4.0], [1.0, 1.1], [0.25]] * 6, [3.0, 3.0]], correction(**settings)
     expected, metrics = compute_rollout_correction_and_add_to_batch(rows_of(ratios), settings)
     found = rows_of(ratios)
     assert compare_with_engine(found, 0, settings).items() >= metrics.items() and metrics

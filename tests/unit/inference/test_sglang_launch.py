@@ -126,7 +126,10 @@ FLAGS = {
     ("given", "told"),
     [
         ({"max_total_tokns": 3}, "max_total_tokns=3: SGLang 1 has no such flag; did you mean max_total_tokens?"),
-        ({"max": "x"}, "max=x: SGLang 1 has no such flag; did you mean max_total_tokens or max_loras_per_batch?"),
+        (
+            {"max": "x"},
+            "max=x: SGLang 1 has several flags that begin so; did you mean max_total_tokens or max_loras_per_batch?",
+        ),
         ({"max_total": "x"}, "max_total=x: SGLang 1 takes a whole number"),
         ({"no_such_flag": 1}, "no_such_flag=1: SGLang 1 has no such flag"),
         ({"tensor-parallel-size": "x"}, "tp_size=x: SGLang 1 takes a whole number"),

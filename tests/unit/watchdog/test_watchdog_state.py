@@ -1,5 +1,7 @@
 """What becomes of findings: raised once, cleared once, and counted; and what the history keeps of a run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -213,6 +215,25 @@ def test_watchdog_clears_after_steps_that_are_trained_again():
     assert watchdog.history.step == 15 and changes == []
     watchdog.history.add_step(step(16, time=450.0))
     assert [change["state"] for change in watchdog.changes(450.0)] == ["cleared"]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_watchdog_lets_a_server_wait_for_the_next_push(every):
+    """Which is the fourth step's; a server that lacks that too is late, and so is one that nobody stands in for."""
+    history = History(replace(LIMITS, push_every=every))
+
+    def seen(version, now, *states):
+        status = {"requests": 1, "inflight": 0, "last_error": None}
+        servers = [{"url": f"http://{i}", "state": state, **status} for i, state in enumerate(states)]
+        history.add_gateway({"version": version, "held": 0, "servers": servers}, now)
+        return [change["alarm"] for change in Watchdog(history).changes(now)]
+
+    late, between = 2 * LIMITS.silent_after, ["server_out_of_sync"] * (every == 1)
+    assert seen(4, 10.0, "admitted", "admitted") == seen(4, 11.0, "admitted", "waiting") == []
+    assert seen(4, 11.0 + late, "admitted", "waiting") == between
+    assert seen(8, 12.0 + late, "admitted", "waiting") == between
+    assert seen(8, 12.0 + 2 * late, "admitted", "waiting") == ["server_out_of_sync"]
+    assert seen(8, 13.0 + 2 * late, "down", "waiting") == ["server_out_of_sync"]
 
 
 def test_watchdog_follows_a_trainer_that_begins_anew():

@@ -99,8 +99,11 @@ def _servers(history: History, now: float) -> Iterator[Finding]:
             text = f"the gateway has not answered for {now - history.gateway_silent:.0f} s; see logs/gateway.log"
             yield Finding("server_unhealthy", text, history.gateway_silent, history.step_at(history.gateway_silent))
         return
+    serving = any(server.state == "admitted" for server in history.servers.values())
     for server in history.servers.values():
         out = now - server.since
+        if limits.push_every > 1 and serving and server.state == "waiting":  # which ends with the next push
+            out = now - history.pushed if history.pushed > server.since else 0.0
         reason = f" ({server.error})" if server.error else ""
         if server.state == "admitted":
             quiet = now - server.pulse.last

@@ -489,7 +489,7 @@ def _extremes(history: History, key: str) -> tuple[float, float]:
     steps, own = [*history.first, *history.steps], key.removesuffix("mean_raw_score")
     low = _values(steps, f"{own}raw_score_min") or _values(steps, "critic/score/min")
     high = _values(steps, f"{own}raw_score_max") or _values(steps, "critic/score/max")
-    return min(low), max(high)
+    return min(low, default=0.0), max(high, default=0.0)
 
 
 def _near_highest(history: History, key: str) -> bool:
@@ -504,4 +504,4 @@ def _near_highest(history: History, key: str) -> bool:
 def _all_near_highest(history: History) -> bool:
     """Whether the score of each environment of the newest steps is near its highest."""
     keys = _score_keys(list(history.steps)[-_COLLAPSED_STEPS:])
-    return all(_near_highest(history, key) for key in keys)
+    return bool(keys) and all(_near_highest(history, key) for key in keys)
