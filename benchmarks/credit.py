@@ -339,7 +339,7 @@ def plot(results: list[dict[str, Any]], tasks: list[str], path: Path) -> None:
     """Draw the held-out accuracy of every run that the table counts, a panel for each task, a color for each method; a
     cross is the end of a miss.
     """
-    tasks = [task for task in tasks if any(line["task"] == task for line in results)]
+    tasks = [task for task in tasks if any(line["task"] == task for line in results if line["method"] in PROGRESS)]
     shown = [method for method in METHODS if any(line["method"] == method for line in results)]
     figure = Figure((4 * len(tasks), 4), layout="constrained")
     for panel, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
@@ -353,7 +353,7 @@ def plot(results: list[dict[str, Any]], tasks: list[str], path: Path) -> None:
             panel.plot(thousands, line["accuracy"], color=f"C{number}", marker=end, markevery=[-1], alpha=0.8)
     figure.axes[0].set_ylabel("solved, held out")
     colors = [Line2D([], [], color=f"C{number}", label=method) for number, method in enumerate(shown)]
-    figure.legend(handles=colors, loc="outside lower center", ncols=len(shown), frameon=False)
+    figure.legend(handles=colors, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path)
 
 
