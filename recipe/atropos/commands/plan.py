@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -26,6 +26,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import SGLangLaunch
 from recipe.atropos.launcher.placement import COLOCATED_SHARE
 from recipe.atropos.launcher.run_plan import plan_run
+from recipe.atropos.launcher.sglang import add_adapter
 from recipe.atropos.utils.gpus import BUCKET_MEGABYTES, visible_gpus
 from recipe.atropos.utils.machine import gpu_memory
 from recipe.atropos.verl_ext.attention import flash_is_installed, set_micro_batches
@@ -126,17 +127,8 @@ def parameters_of(model: torch.nn.Module) -> int:
 
 def _adapt(config: DictConfig, model: PreTrainedModel) -> int:
     """Add an adapter to the model, and return the adapter's number of parameters."""
-    from peft import LoraConfig, get_peft_model  # imported here: it takes seconds
-
-    settings = OmegaConf.to_container(config.actor_rollout_ref.model)
-    modules = {name: settings[name] for name in ("target_modules", "exclude_modules")}
-    try:
-        with torch.device("meta"):
-            get_peft_model(model, LoraConfig(r=settings["lora_rank"], **modules), autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"actor_rollout_ref.model.target_modules={settings['target_modules']}: {error}"
-        ) from error
+    with torch.device("meta"):
+        add_adapter(model, config.actor_rollout_ref.model)
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
 
 

@@ -92,29 +92,21 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
 
 
 def lora_arguments(model: DictConfig) -> dict[str, Any]:
-    """Return SGLang's flags for adapter-only LoRA sync of ``actor_rollout_ref.model``; empty without that.
-
-    PEFT itself resolves which layers ``target_modules`` selects, on a model without weights.
-    """
+    """Return SGLang's flags for adapter-only LoRA sync of ``actor_rollout_ref.model``; empty without that."""
     if not model.lora_rank or model.lora.merge:
         return {}
     # Imported here: they take seconds, which a launcher without an adapter does not need.
     import torch
-    from peft import LoraConfig, PeftConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if model.get("lora_adapter_path"):
-        adapter = PeftConfig.from_pretrained(model.lora_adapter_path)
-    else:
-        named = OmegaConf.to_container(OmegaConf.masked_copy(model, ["target_modules", "exclude_modules"]))
-        adapter = LoraConfig(r=model.lora_rank, **named)
     trusted = model.get("trust_remote_code", False)
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(model.path, trust_remote_code=trusted), trust_remote_code=trusted
         )
-        layers = [name for name, layer in get_peft_model(net, adapter).named_modules() if isinstance(layer, LoraLayer)]
+        adapter = add_adapter(net, model)
+    layers = [name for name, layer in net.named_modules() if isinstance(layer, LoraLayer)]
     return {
         "enable_lora": True,
         "max_lora_rank": adapter.r,
@@ -122,6 +114,26 @@ def lora_arguments(model: DictConfig) -> dict[str, Any]:
         "max_loras_per_batch": ADAPTERS_KEPT,
         "max_loaded_loras": ADAPTERS_KEPT,
     }
+
+
+def add_adapter(net: Any, model: DictConfig) -> Any:
+    """Add the adapter of ``actor_rollout_ref.model`` to a model, as the ranks do; return PEFT's configuration of it.
+
+    Raises:
+        ConfigurationError: PEFT finds no layer of ``target_modules``.
+    """
+    from peft import LoraConfig, PeftConfig, get_peft_model
+
+    if model.get("lora_adapter_path"):
+        adapter = PeftConfig.from_pretrained(model.lora_adapter_path)
+    else:
+        named = OmegaConf.to_container(OmegaConf.masked_copy(model, ["target_modules", "exclude_modules"]))
+        adapter = LoraConfig(r=model.lora_rank, **named)
+    try:
+        get_peft_model(net, adapter, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ConfigurationError(f"actor_rollout_ref.model.target_modules={model.target_modules}: {error}") from error
+    return adapter
 
 
 def plan_inference(run: Run, lora: bool = True) -> InferenceServices:

@@ -23,7 +23,7 @@ from helpers.runs import Placed, run_of
 from helpers.seeded_runs import healthy_run
 from helpers.trainer import compose_config
 from helpers.waiting import until
-from recipe.atropos.errors import RECOVERABLE, Preempted
+from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
 from recipe.atropos.launcher import startup
@@ -500,3 +500,6 @@ def test_run_starts_servers_that_take_an_adapter_by_itself(model_path, tmp_path)
     assert "--max-loras-per-batch 4 --max-loaded-loras 4" in alone
     linear = flags(lora[0], "actor_rollout_ref.model.lora.merge=false", "inference.args.max_lora_rank=8")
     assert "--max-lora-rank 8 --lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in linear
+    mistyped = "actor_rollout_ref.model.target_modules=[q_prj]"
+    with pytest.raises(ConfigurationError, match=r"target_modules=\['q_prj'\]: .*not found"):
+        flags(lora[0], mistyped, "actor_rollout_ref.model.lora.merge=false")
