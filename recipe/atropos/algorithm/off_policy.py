@@ -20,7 +20,7 @@ from recipe.atropos.verl_ext.algorithm import (
 from recipe.atropos.verl_ext.batch import DataProto
 
 _WEIGHTED_BY = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
-_ROWS_AT_ONCE = 16  # which remain in the cache: verl makes some 30 tensors of their size
+_ROWS_AT_ONCE = 16  # which remain in the cache: verl makes many tensors of their size
 COMPARED = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
 
 
@@ -72,7 +72,7 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
         sampled["response_mask"] = tensors["response_mask"]
         if config.rollout_is:
             options = {key: config[key] for key in _WEIGHTED_BY}
-            # Normalization is over all rows; a metric of parts whose weights are all 0 (IcePop) divides by them.
+            # Normalization is over all rows; of weights that are all 0, as IcePop's may be, verl's metrics divide by 0.
             whole = config.rollout_is_batch_normalize or "_" in str(config.rollout_is_threshold)
             at_once = len(indices) if whole else _ROWS_AT_ONCE
             parts = zip(*(values.split(at_once) for values in sampled.values()), strict=True)

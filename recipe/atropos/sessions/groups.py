@@ -177,7 +177,7 @@ class Groups:
                 logger.error("group %s is given up: %s", group.id, error, exc_info=error)
                 await self._close(group, Reason.NO_GROUP)
         for env_id in {group.env_id for group in self._groups.values()}:
-            await self._api.status(env_id)  # it is alive, so its tickets are held
+            await self._api.status(env_id)  # it is alive, so it keeps its tickets
         if trouble is not None:
             raise trouble
 

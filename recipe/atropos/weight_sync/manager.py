@@ -95,8 +95,9 @@ class WeightSyncManager:
     def ensure_current(self, global_steps: int, meanwhile: Callable[[], object] = lambda: None) -> dict[str, float]:
         """Remove servers that are gone, and push the actor's weights, those of ``global_steps``, to returning ones.
 
-        Between two pushes the actor's are newer than the active ones: a returning server waits for the next push if
-        others serve. Called before each step and while it waits for its batch. Otherwise as ``update_weights``.
+        Between two pushes the actor's weights are newer than the active ones; a returning server then waits for the
+        next push, if others serve. Called before each step and while it waits for its batch. Otherwise as
+        ``update_weights``.
         """
         if self.version is None:
             return {}

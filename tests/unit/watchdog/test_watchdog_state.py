@@ -219,7 +219,7 @@ def test_watchdog_clears_after_steps_that_are_trained_again():
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_watchdog_lets_a_server_wait_for_the_next_push(every):
-    """Which is the fourth step's; a server that lacks that too is late, and so is one that nobody stands in for."""
+    """Which is the fourth step's; a server that lacks that too is late, and so is one while no other serves."""
     history = History(replace(LIMITS, push_every=every))
 
     def seen(version, now, *states):
