@@ -303,13 +303,15 @@ def check(cluster, run, *options):
 
 
 SRUN = """#!/bin/bash
+# A task is a process group, what is left of which is killed once the task has ended: slurmstepd's job_manager().
 shift
-trap 'kill $(jobs -p); wait; exit 143' TERM
-for node in 0 1; do SLURM_NODEID=$node ip netns exec {prefix}-$node "$@" & done
+set -m
+tasks=()
+for node in 0 1; do SLURM_NODEID=$node ip netns exec {prefix}-$node "$@" & tasks+=($!); done
+end() { kill "${tasks[@]}"; wait; kill -KILL -- "${tasks[@]/#/-}"; exit $1; } 2>/dev/null
+trap 'end 143' TERM
 wait -n
-status=$?
-kill $(jobs -p); wait
-exit $status
+end $?
 """
 SCONTROL = """#!/bin/bash
 case $1 in
