@@ -26,6 +26,7 @@ _SHOWN_FIRST = (
     "actor_rollout_ref.actor.optim.lr",
 )
 _MOST_SHOWN = 20
+_LAYOUT = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.fsdp_size")  # of a checkpoint
 _ENGINE = ".checkpoint_engine.engine_kwargs."  # copies of other keys, in configurations of earlier versions
 
 
@@ -41,7 +42,8 @@ def prepare_folder(
 
     Raises:
         ConfigurationError: the folder has another format, its checkpoints are another run's or cannot be written, or
-            the checkpoint to resume from is of another model, of another number of ranks, or beyond the last step.
+            the checkpoint to resume from is of another model, of another number or layout of ranks, or beyond the last
+            step.
         RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
@@ -94,6 +96,13 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
             f"trainer.nnodes * trainer.n_gpus_per_node = {ranks}, and {resumed} was saved by {max(saved)} ranks: give "
             "as many, or begin another run with its model (verl-atropos export)"
         )
+    before = OmegaConf.create(read_yaml(folder.config)) if resumed and folder.config.exists() else config
+    for key in _LAYOUT:
+        now, then = OmegaConf.select(config, key), OmegaConf.select(before, key)
+        if now != then:
+            raise ConfigurationError(
+                f"{key}={now}, and {resumed} was saved with {then}, which lays tensors out otherwise"
+            )
     if resumed and step_of(resumed) > (steps := config.trainer.total_training_steps):
         raise ConfigurationError(
             f"trainer.total_training_steps={steps}, and {resumed} was trained further: give at least its step "

@@ -277,7 +277,7 @@ def _read(file: Any, named: bool) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigurationError(f"config={file}: it holds no mapping of keys to values")
     if complete and named:
-        del found["run"]["dir"]
+        (found.get("run") or {}).pop("dir", None)
     for key in ("defaults", "hydra"):
         if key in found:
             raise ConfigurationError(

@@ -22,6 +22,13 @@ from recipe.atropos.utils.files import read_json
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
+# With recurrent or convolution layers, which verl does not tell where a row ends, and attention without positions.
+_UNPACKED_MODELS = (
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
+    *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "gpt_bigcode", "llama4_text", "persimmon"),
+)
+_UNPACKED_LAYERS = {"conv", "hybrid", "linear_attention", "mamba", "recurrent"}
 _FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, whatever their use_sliding_window
 
 # Each rule: a value that is true if the rule is violated, and the error message.
@@ -357,6 +364,24 @@ def _model(config: DictConfig) -> Rules:
         f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
         "use_sliding_window to false there, for both sides, or choose another model",
     )
+    kind, layers = settings.get("model_type"), settings.get("layer_types")
+    yield (
+        "vision_config" in settings or "audio_config" in settings,
+        f"actor_rollout_ref.model.path={path}: {kind} reads images or sound too, which is not supported; give its text "
+        "model as a checkpoint of its own",
+    )
+    yield (
+        model.use_remove_padding and (_UNPACKED_LAYERS & {*layers} if layers else kind in _UNPACKED_MODELS),
+        f"actor_rollout_ref.model.use_remove_padding=true with {path}: the layers of {kind} would read all rows of a "
+        "micro-batch as one; set it to false",
+    )
+    after_head = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_bias")
+    changed = [key for key in after_head if settings.get(key) not in (None, False, 1)]
+    yield (
+        model.use_fused_kernels and changed,
+        f"actor_rollout_ref.model.use_fused_kernels=true with {path}: verl's fused kernels leave out {changed[:1]} of "
+        "its config.json, so logprobs and gradients would be wrong; set it to false",
+    )
     yield (
         model.use_fused_kernels
         and config.actor_rollout_ref.actor.strategy == "fsdp2"
@@ -463,6 +488,11 @@ def correction_rules(correction: DictConfig) -> Rules:
     )
     if correction.rollout_is:
         threshold = correction.rollout_is_threshold
+        yield (
+            correction.get("bypass_mode") and "_" in str(threshold),
+            f"{key}.rollout_is_threshold={threshold} with bypass_mode=true: where it leaves no token of a micro-batch "
+            "a weight, verl divides by 0; set bypass_mode=false, or give one number",
+        )
         yield threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
         yield _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
     yield (

@@ -205,6 +205,15 @@ def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, sav
         configured(**{"trainer.n_gpus_per_node": now})
 
 
+@pytest.mark.parametrize(("key", "value"), [("strategy", "fsdp"), ("fsdp_config.fsdp_size", 1)])
+def test_run_dir_of_another_layout_of_ranks_is_refused(configured, tmp_path, key, value):
+    """torch would say only that tensors, or groups of the optimizer, do not fit."""
+    configured()
+    save(tmp_path / "run/checkpoints", 2)
+    with pytest.raises(ConfigurationError, match=rf"{key}={value}, and \S+step_2 was saved with (fsdp2|-1),"):
+        configured(**{f"actor_rollout_ref.actor.{key}": value})
+
+
 def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
     """Neither resumes from them, nor removes what the other is saving."""
     shared, run = tmp_path / "shared", tmp_path / "run"
