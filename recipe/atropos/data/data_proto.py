@@ -58,7 +58,7 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     and with these (B,) arrays: objects ``uid``, ``env_id``, ``env_name``, ``policy_version_min``,
     ``policy_version_max``, ``credit`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow``
-    of the row's group), ``trajectory`` and ``dropped_trajectories``; float ``raw_score`` (the environment's own score,
+    of the row's group) and ``trajectory``; float ``raw_score`` (the environment's own score,
     equal to the score unless a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``,
     ``has_teacher``, ``zero_advantage``.
 
@@ -137,7 +137,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 def _non_tensors(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Return the per-row values, one (B,) array per name."""
-    objects = "uid env_id env_name sampling credit dropped trajectory dropped_trajectories".split()
+    objects = "uid env_id env_name sampling credit dropped trajectory".split()
     return {
         **{name: _objects(_column(rows, name)) for name in objects},
         "policy_version_min": _objects([row.versions[0] for row in rows]),

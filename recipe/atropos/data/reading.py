@@ -166,13 +166,7 @@ class _Reader:
         """
         found = [self._row(i) for i in range(len(self.tokens))]
         dropped = [row for row in found if isinstance(row, DroppedRow)]
-        numbered = [*zip(self.said.trajectory, found, strict=True)]
-        lost = tuple(n for n, row in numbered if isinstance(row, DroppedRow))
-        rows = [
-            replace(row, dropped=tuple(dropped), trajectory=n, dropped_trajectories=lost)
-            for n, row in numbered
-            if isinstance(row, Row)
-        ]
+        rows = [replace(row, dropped=tuple(dropped)) for row in found if isinstance(row, Row)]
         events = Counter(
             response_truncated=sum(
                 len(row.prompt) + len(row.response) < len(self.tokens[row.sequence]) for row in rows
@@ -199,7 +193,7 @@ class _Reader:
         if reason is None and end > self.limits.max_length:
             end, reason = self.limits.max_length, self._too_long(i, first)
         if reason is not None:
-            return DroppedRow(float(whole.scores[i]), int(trained.sum()), reason.value)
+            return DroppedRow(float(whole.scores[i]), int(trained.sum()), reason.value, said.trajectory[i])
         mask = trained[first:end]
         log_probs, ref_log_probs = (
             _masked(self._valid_logprobs(key, i, trained[:end]), first, end, mask)
@@ -228,6 +222,7 @@ class _Reader:
             teacher_ids=teacher_ids,
             teacher_log_probs=teacher_log_probs,
             sequence=i,
+            trajectory=said.trajectory[i],
             zero_advantage=bool(said.set_advantage_to_zero or whole.overrides[i].set_advantage_to_zero),
         )
 

@@ -124,6 +124,7 @@ class DroppedRow(NamedTuple):
     score: float
     trained_tokens: int  # as sent, before any truncation
     reason: str  # as in ``ConversionReport.dropped``
+    trajectory: int | None = None  # as of a ``Row``
 
 
 @dataclass
@@ -138,7 +139,7 @@ class Row:
     ``dropped`` holds the rows that were dropped from the same group.
 
     Rows of a group with the same number ``trajectory`` are of one trajectory, in the order of their ``sequence``; None
-    if the row is a trajectory of its own. ``dropped_trajectories`` are the numbers of the dropped ones.
+    if the row is a trajectory of its own.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -161,7 +162,6 @@ class Row:
     dropped: tuple[DroppedRow, ...] = ()
     sequence: int = 0  # its number in the group
     trajectory: int | None = None
-    dropped_trajectories: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.prompt) >= 1 and self.mask.any(), "a row has a prompt and at least one trained token"
