@@ -102,7 +102,6 @@ class EnvironmentQueue:
     groups: Counter[int] = field(default_factory=Counter)  # posted, by size
     waiting: deque[Entry] = field(default_factory=deque)  # groups without a ticket that are not in the order yet
     asks: list[BatchRequest] = field(default_factory=list)
-    next_size: int = 0  # sequences of what it adds to the order next
     latest: int = 0  # sequences of what it added last
     expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
     lost: int = 0  # sequences of its tickets that ended without a group since its last group
@@ -115,6 +114,11 @@ class EnvironmentQueue:
     @property
     def wants(self) -> bool:
         return bool(self.waiting or self.asks or self.expected)
+
+    @property
+    def next_size(self) -> int:
+        """Sequences of what it adds to the order next; of a request that was announced, those of the one before."""
+        return self.waiting[0].size if self.waiting else self.asks[0].size if self.asks else self.latest
 
     @property
     def sequences(self) -> int:
@@ -291,8 +295,6 @@ class Queue:
             del env.asks[0]
         if env.expected and time.monotonic() > env.expected:
             env.expected = 0.0
-        if env.asks_now:
-            env.next_size = env.waiting[0].size if env.waiting else env.asks[0].size
         return env.wants
 
     def place(self, size: int) -> int:

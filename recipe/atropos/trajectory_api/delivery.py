@@ -168,27 +168,23 @@ async def numbered_batch(
     if after > service.last:
         raise RequestRefused(422, f"after={after}: the last batch is {service.last}; register with after={after} first")
     deadline = time.monotonic() + min(max(wait, 0.0), _LONGEST_WAIT)
-    trainer.waiting += 1
-    try:
-        while service.trainer is trainer:
-            cut = after < service.last or (after == service.last and _cut(service))
-            remaining = deadline - time.monotonic()
-            if cut and await _stored(service, remaining):
-                if service.trainer is not trainer:
-                    break
-                trainer.waiting_since = None
-                if trainer.numbers:
-                    service.served = max(service.served, after + 1)
-                return after + 1
-            trainer.waiting_since = None if prefetch else trainer.waiting_since or time.monotonic()
-            if cut or remaining <= 0:
-                return None
-            await service.wait_for_change(remaining)
-            trainer.seen = time.monotonic()
-        _poll_trainer(service, epoch)
-        return None
-    finally:
-        trainer.waiting -= 1
+    while service.trainer is trainer:
+        cut = after < service.last or (after == service.last and _cut(service))
+        remaining = deadline - time.monotonic()
+        if cut and await _stored(service, remaining):
+            if service.trainer is not trainer:
+                break
+            trainer.waiting_since = None
+            if trainer.numbers:
+                service.served = max(service.served, after + 1)
+            return after + 1
+        trainer.waiting_since = None if prefetch else trainer.waiting_since or time.monotonic()
+        if cut or remaining <= 0:
+            return None
+        await service.wait_for_change(remaining)
+        trainer.seen = time.monotonic()
+    _poll_trainer(service, epoch)
+    return None
 
 
 def _cut(service: TrajectoryService) -> bool:

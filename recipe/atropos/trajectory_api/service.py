@@ -69,9 +69,8 @@ class RegisteredTrainer:
     registration: Registration
     base: int  # number of the last batch before its first
     weights: int
-    seen: float = 0.0
+    seen: float = 0.0  # by its last request, or amid one that waits
     empty: set[int] = field(default_factory=set)
-    waiting: int = 0  # its long polls
     waiting_since: float | None = None  # since when there is no batch for it, and it has none to train on
 
     @property
@@ -81,7 +80,7 @@ class RegisteredTrainer:
 
     @property
     def live(self) -> bool:
-        return self.waiting > 0 or time.monotonic() - self.seen < TRAINER_SECONDS
+        return time.monotonic() - self.seen < TRAINER_SECONDS
 
     @property
     def empty_in_a_row(self) -> int:
