@@ -231,8 +231,7 @@ async def batch(
     response, parts = web.StreamResponse(headers=_JSON), _json_parts(number, records, after is not None)
     if wire.PACKED in caller.request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
-        parts = (wire.prefix([*map(len, records)]), *records)
-        response.content_length = sum(map(len, parts))
+        parts, response.content_length = records, sum(map(len, records))
     written = await _written(caller.request, response, parts)
     if after is None:
         delivery.stock_delivered(service, epoch, number, written)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 
-from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack
+from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack_all
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.utils.sockets import OwnServers
@@ -133,7 +133,7 @@ class TrajectoryApiClient:
         )
         if headers.get("Content-Type") != wire.PACKED:
             return None
-        return NumberedBatch(int(headers[wire.BATCH_HEADER]), [unpack(record) for record in wire.split(body)])
+        return NumberedBatch(int(headers[wire.BATCH_HEADER]), unpack_all(body))
 
     # ------------------------------------------------------------------ environments
 
@@ -181,7 +181,7 @@ class TrajectoryApiClient:
             RefusedGroup: a group is not what ``ScoredGroup.from_mapping`` takes. The ticket is still open.
             TrajectoryApiError: with status 422 and ``reason``, the API refused a group, and released the ticket.
         """
-        body = wire.join([ScoredGroup.from_mapping(group).pack() for group in groups])
+        body = b"".join(ScoredGroup.from_mapping(group).pack() for group in groups)
         headers = {"Content-Type": wire.PACKED, wire.KEY_HEADER: key or uuid.uuid4().hex}
         if ticket is not None:
             headers[wire.TICKET_HEADER] = str(ticket)

@@ -14,8 +14,7 @@ import orjson
 import simdjson
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
-from recipe.atropos.data.scored_group import FIELDS, FLOATS, ScoredGroup, read_header, unpack
-from recipe.atropos.trajectory_api.wire import split
+from recipe.atropos.data.scored_group import FIELDS, FLOATS, ScoredGroup, unpack_all
 
 _PER_TOKEN = ("tokens", "masks", *FLOATS)
 _OPEN = ord("[")
@@ -49,14 +48,14 @@ def parse_packed(body: bytes) -> list[ScoredGroup]:
     Raises:
         RefusedGroup: as ``parse_json``.
     """
-    return [unpack(record).checked() for record in split(body)]
+    return [group.checked() for group in unpack_all(body)]
 
 
 def environments_of(body: bytes, packed: bool) -> list[int | None]:
     """Return the environment of each group of a refused body, None where it has none or cannot be read."""
     try:
         if packed:
-            return [read_header(record)[0].env_id for record in split(body)] or [None]
+            return [group.env_id for group in unpack_all(body)]
         groups = _load(body)
     except RefusedGroup:
         return [None]

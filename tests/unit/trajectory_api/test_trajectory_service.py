@@ -9,7 +9,7 @@ import pytest
 
 from helpers.trajectory_service import batch, batches, begin, in_service, join, open_service, post, registration
 from recipe.atropos.data.scored_group import ScoredGroup
-from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, status
 from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
 from recipe.atropos.trajectory_api.service import FORGET_SECONDS, TRAINER_SECONDS
 
@@ -307,7 +307,7 @@ async def test_refused_groups_are_counted_of_their_environment(service):
     groups = [{"env_id": id, "tokens": [[1]], "masks": [[1]], "scores": ["x"]} for id in (*ids, ids[0], None)]
     good = ScoredGroup.from_mapping(groups[1] | {"scores": [1.0]})
     record = replace(good, scores=np.array([np.nan])).pack()
-    for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
+    for body, packed in ((json.dumps(groups).encode(), False), (record * 2, True), (b"x", False)):
         with pytest.raises(RequestRefused):
             ingest.parse(service, body, packed, True, None)
     await post(service, 0, env=ids[1])
