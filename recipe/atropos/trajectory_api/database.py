@@ -190,6 +190,7 @@ def append(
     )
     if key is not None:
         connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
+        forget_posts(connection)
     if ticket is not None:
         end_tickets(connection, [ticket])
 

@@ -121,9 +121,9 @@ class RegisteredEnvironments:
         weight = tokens[number] / total if total > 0 else 1.0
         largest = max(queue.sizes, default=1)
         group_size = max(1, own.registration.group_size)
-        queued, others = queue.environment(number).sequences, 0
+        queued, others = queue.environments[number].sequences, 0
         for other in queue.each():
-            if other is not queue.environment(number):
+            if other is not queue.environments[number]:
                 minimum = int((queue.batch_size or 0) * other.minimum)
                 others += max(0, math.ceil(other.sequences / largest) * largest - minimum)
         return {

@@ -234,7 +234,7 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
         return
     begun = service.queue.claim(ticket)
     if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
-        service.queue.environment(timed.env).seconds.append(time.monotonic() - timed.begun)
+        service.queue.environments[timed.env].seconds.append(time.monotonic() - timed.begun)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     entries = [
         Entry(number, group.env_id, group.trajectories, len(group.tokens), id, due)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from cachetools import FIFOCache
 
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import (
@@ -118,7 +119,8 @@ class TrajectoryService:
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
         self.delivered = True  # whether the answer with batch ``served`` was written completely
-        self.posts = loaded.posts
+        self.posts: FIFOCache[str, int] = FIFOCache(database.KEPT_POSTS)  # groups, by idempotency key
+        self.posts.update(loaded.posts)
         self.counts: Counter[str] = Counter()  # of events since the start, or a reset
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
@@ -276,7 +278,6 @@ class TrajectoryService:
             self.forget_gone()
             self.release_hung()
             self.changed()
-            self.forget_posts()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
                 continue
@@ -335,12 +336,6 @@ class TrajectoryService:
             return None
         self.changed()
         return self.store.write(database.end_tickets, [entry.number for entry in entries])
-
-    def forget_posts(self) -> None:
-        """Forget old posts, if there are many."""
-        if len(self.posts) > 2 * database.KEPT_POSTS:
-            self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
-            self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
         """Take all groups out of the run, forget all registrations, and begin anew."""
