@@ -64,8 +64,8 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         trainer = config.trainer
         if "wandb" in trainer.logger:
             _name_wandb_run(RunDir(config.run.dir), resumed=done > 0)
-        start = {name: _starter(name, trainer, public_config(config), done) for name in trainer.logger}
-        self._trackers = [_Tracker(name, begin) for name, begin in start.items()]
+        public = public_config(config)
+        self._trackers = [_Tracker(name, _starter(name, trainer, public, done)) for name in trainer.logger]
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for tracker in self._trackers:

@@ -164,8 +164,14 @@ class TrajectoryApiClient:
         """
         async with self._begins.setdefault(env_id, asyncio.Lock()):
             held = self._held.setdefault(env_id, set())
-            message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
-            message |= {"more": more, "ahead": ahead}
+            message = {
+                "env_id": env_id,
+                "sequences": sequences,
+                "held": sorted(held),
+                "wait": wait,
+                "more": more,
+                "ahead": ahead,
+            }
             answer = await self.call("POST", "/begin", message, limit=wait + self._timeout)
             self.lacking = answer.get("reason", "")
             if answer["ticket"] is not None:

@@ -216,16 +216,14 @@ def drop(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
     connection.executemany("UPDATE groups SET batch = 0 WHERE id = ?", [(id,) for id in ids])
 
 
-def register(connection: sqlite3.Connection, requeue_after: int | None, **values: Any) -> list[Entry]:
-    """Write a trainer's registration; return the groups of the batches after ``requeue_after``, which are queued again.
+def register(connection: sqlite3.Connection, last: int, **values: Any) -> list[Entry]:
+    """Write a trainer's registration; return the groups of the batches after ``last``, which are queued again.
 
     They keep their numbers, and so their order.
     """
-    rows: list[Any] = []
-    if requeue_after is not None:
-        requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
-        rows = connection.execute(requeue, (requeue_after,)).fetchall()
-    write_run(connection, **values)
+    requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
+    rows = connection.execute(requeue, (last,)).fetchall()
+    write_run(connection, last=last, **values)
     return sorted((Entry(*row) for row in rows), key=Entry.place)
 
 

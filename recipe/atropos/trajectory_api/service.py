@@ -103,7 +103,6 @@ class TrajectoryService:
         self._expecting = False  # whether ``advance`` is called once an announced request has not come
         self.cutting: asyncio.Future[None] | None = None
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
-        self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
         with named_errors(self.store.path):
@@ -118,7 +117,6 @@ class TrajectoryService:
         self.resized: int = run.get("resized", 0)
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
-        self.delivered = True  # whether the answer with batch ``served`` was written completely
         self.posts: FIFOCache[str, int] = FIFOCache(database.KEPT_POSTS)  # groups, by idempotency key
         self.posts.update(loaded.posts)
         self.counts: Counter[str] = Counter()  # of events since the start, or a reset
