@@ -71,11 +71,15 @@ def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
     """
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     try:
-        connection.execute(f"PRAGMA page_size = {_PAGE}")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
-        connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-        connection.executescript(SCHEMA)
+        connection.executescript(
+            f"""
+            PRAGMA page_size = {_PAGE};
+            PRAGMA journal_mode = WAL;
+            PRAGMA synchronous = {SYNCHRONOUS[durability]};
+            PRAGMA wal_autocheckpoint = {_WAL_PAGES};
+            {SCHEMA}
+            """
+        )
         check_format(connection)
         write_run(connection, format=FORMAT)
     except BaseException:

@@ -55,8 +55,8 @@ def environments_of(body: bytes, packed: bool) -> list[int | None]:
         groups = _load(body)
     except RefusedGroup:
         return [None]
-    groups = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else [groups]
-    ids = [group.get("env_id") if isinstance(group, dict) else None for group in groups]
+    groups = groups if isinstance(groups, list) else [groups]
+    ids = [group.get("env_id") for group in groups if isinstance(group, dict)]
     return [id if type(id) is int else None for id in ids] or [None]
 
 
