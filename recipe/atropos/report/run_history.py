@@ -14,7 +14,7 @@ from typing import Any
 
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run.evaluations import read_evaluations
+from recipe.atropos.run.evaluations import Evaluation, held_out, read_evaluations
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES, ItemCounts, read_metrics
 from recipe.atropos.run.status import is_finished
@@ -78,6 +78,11 @@ class RunHistory:
         files = (self.lines, self.evaluations, *self.reports.values())
         # An evaluation that failed has no time.
         return min((line["time"] for lines in files for line in lines[:1] if "time" in line), default=None)
+
+    @cached_property
+    def held_out(self) -> dict[str, list[Evaluation]]:
+        """The evaluations of each environment, in order."""
+        return held_out(self.evaluations)
 
     @cached_property
     def outcomes(self) -> dict[str, list[Outcomes]]:
