@@ -247,10 +247,9 @@ class Queue:
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.tokens += sign * entry.tokens
-        for sizes in (self.sizes, self.environments[entry.env].groups):
-            sizes[entry.size] += sign
-            if not sizes[entry.size]:
-                del sizes[entry.size]
+        change = Counter({entry.size: sign})
+        self.sizes += change  # which keeps no 0
+        self.environments[entry.env].groups += change
 
     # ------------------------------------------------------------------ turns
 
