@@ -323,11 +323,14 @@ class ScoredGroup:
         """Return the group as JSON, with all keys of ``ScoredData``, null for those not given."""
         # As doubles: the shortest form of a float32 names another double.
         floats = {name: values.astype(np.float64, copy=False) for name, values in self.floats.items()}
-        group: dict[str, Any] = dict.fromkeys(KEYS)
-        group |= {name: orjson.Fragment(value) for name, value in self.fields.items()}
-        for name, values in {"tokens": self.tokens, "masks": self.masks, **floats}.items():
-            group[name] = self.cut(values)
-        group["scores"], group["env_id"] = self.scores, self.env_id
+        columns = {"tokens": self.tokens, "masks": self.masks, **floats}
+        group = {
+            **dict.fromkeys(KEYS),
+            **{name: orjson.Fragment(value) for name, value in self.fields.items()},
+            **{name: self.cut(values) for name, values in columns.items()},
+            "scores": self.scores,
+            "env_id": self.env_id,
+        }
         return orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -34,8 +34,11 @@ def all_alarms(history: RunHistory) -> list[dict[str, Any]]:
         found += _newest(_server_behind(history), False, {})
     for alarm in found:
         known = ALARMS.get(alarm["alarm"], UNKNOWN)
-        alarm["settings"] = {key: shown(history.config[key]) for key in known.settings if key in history.config}
-        alarm |= {"means": known.means, "where": known.chart}
+        alarm |= {
+            "means": known.means,
+            "where": known.chart,
+            "settings": {key: shown(history.config[key]) for key in known.settings if key in history.config},
+        }
     return sorted(found, key=lambda alarm: (alarm["state"] != "raised", ALARMS.get(alarm["alarm"], UNKNOWN).cause))
 
 
