@@ -97,9 +97,8 @@ class RunHistory:
         """Return the sums over all steps of the metrics that start with ``prefix``, by the rest of their names."""
         found: Counter[str] = Counter()
         for line in self.lines:
-            for key, value in line.items():
-                if key.startswith(prefix) and isinstance(value, int | float):
-                    found[key.removeprefix(prefix)] += value
+            own = {key: value for key, value in line.items() if key.startswith(prefix)}
+            found.update({key.removeprefix(prefix): n for key, n in own.items() if isinstance(n, int | float)})
         return found
 
     def item_totals(self, name: str) -> Counter[str]:
