@@ -108,8 +108,7 @@ async def _until_ended(settings: Settings, host: str, port: int, secret: str | N
         raise ConfigurationError(f"host={host}, port={port}: {reason}; give others") from error
     finally:
         watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(watch, return_exceptions=True)
+        await asyncio.gather(watch, return_exceptions=True)
         await runner.cleanup()
         service.store.close()
 
