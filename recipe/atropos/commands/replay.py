@@ -36,7 +36,7 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
     """Train on the batches of ``run``; return True if the weights of the last step equal the run's.
 
     Raises:
-        ConfigurationError, FileNotFoundError, DataSourceError: there is nothing to replay.
+        ConfigurationError, FileNotFoundError, TrajectoryStoreError: there is nothing to replay.
     """
     from recipe.atropos.main import run as train
 
