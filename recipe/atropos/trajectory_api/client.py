@@ -12,13 +12,14 @@ Guarantees:
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
+from tenacity.stop import stop_base
 
 from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack_all
 from recipe.atropos.errors import AtroposError
@@ -61,6 +62,24 @@ class NumberedBatch(NamedTuple):
 
     number: int
     groups: Sequence[Group]
+
+
+class _Limits(stop_base):
+    """Stops after ``retry`` s without an answer, or ``held`` s, if that is longer, while the API cannot store."""
+
+    def __init__(self, retry: float, held: float):
+        self._retry, self._held = retry, max(retry, held)
+        self._lived = 0.0  # s after the start
+
+    def of(self, error: TrajectoryApiError) -> float:
+        return self._held if error.trouble else self._retry
+
+    def __call__(self, state: RetryCallState) -> bool:
+        error, elapsed = state.outcome.exception(), state.seconds_since_start
+        if error.trouble:
+            self._lived = elapsed
+        since = 0.0 if error.trouble else self._lived
+        return elapsed - since >= self.of(error)
 
 
 class TrajectoryApiClient:
@@ -278,27 +297,21 @@ class TrajectoryApiClient:
         return await self._until_answered(attempt)
 
     async def _until_answered(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Repeat an attempt for ``retry_timeout`` s after the API last said that it cannot store, and while it does for
-        ``held`` s, if that is longer.
-        """
-        begun = silent_since = time.monotonic()
-        pause = self._first_pause
-        while True:
-            try:
-                return await attempt()
-            except TrajectoryApiError as error:
-                if not error.may_change:
-                    raise
-                now, limit, since, why = time.monotonic(), self.retry_timeout, silent_since, "is the Trajectory API up?"
-                if error.trouble:
-                    silent_since = now
-                    limit, since, why = max(limit, self._held_timeout), begun, f"it cannot store: {error.trouble}"
-                if now - since >= limit:
-                    raise TrajectoryApiError(f"{error}, for {limit:g} s; {why}") from error.__cause__
-                logger.warning("%s; trying again", error.trouble or error)
+        def say(state: RetryCallState) -> None:
+            error = state.outcome.exception()
+            logger.warning("%s; trying again", error.trouble or error)
             self.again += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+
+        limits = _Limits(self.retry_timeout, self._held_timeout)
+        retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change)
+        wait = wait_exponential(self._first_pause, max=LONGEST_PAUSE)
+        try:
+            return await AsyncRetrying(retry=retry, wait=wait, stop=limits, before_sleep=say, reraise=True)(attempt)
+        except TrajectoryApiError as error:
+            if not error.may_change:
+                raise
+            why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
+            raise TrajectoryApiError(f"{error}, for {limits.of(error):g} s; {why}") from error.__cause__
 
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""
