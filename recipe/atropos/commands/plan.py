@@ -274,7 +274,7 @@ def _launch(config: DictConfig) -> SGLangLaunch:
 def _server(config: DictConfig, model: PreTrainedModel, memory: int) -> ServerPlan:
     text = model.config.get_text_config()
     flags = _launch(config).extra_args
-    gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # each data-parallel rank has all of it
+    gpus = int(flags.get("tp_size") or 1)  # each data-parallel rank has all of it
     weights = _bytes(config.inference.dtype) * parameters_of(model) // gpus
     share = float(
         flags.get("mem_fraction_static")

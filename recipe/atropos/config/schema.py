@@ -120,7 +120,7 @@ class InferenceSection(Section):
     )
     port: Port | None = about("First server's port, the others follow; null: free ones")
     gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
-    dtype: Dtype = about("Of the served weights; float32 on a CPU")
+    dtype: Dtype = about("Of the served weights; set float32 on a CPU")
     placement: Literal["launcher", "ray"] | None = about(
         "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, on a cluster, if trainer.nnodes "
         "> 1 or GPUs are too few here"

@@ -56,7 +56,7 @@ _ALIASES = {
     "data_parallel_size": "dp_size",
     "model": "model_path",
 }
-_PARALLEL = ("tp_size", "pp_size", "dp_size")
+_PARALLEL = ("tp_size", "dp_size")
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
@@ -93,11 +93,15 @@ class SGLangLaunch:
         for name in _PARALLEL:
             if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():
                 raise LaunchError(f"inference.args.{name}={size}: give a whole number")
+        if (stages := self.extra_args.get("pp_size")) not in (None, 1):
+            raise LaunchError(
+                f"inference.args.pp_size={stages}: such a server goes on generating while it is paused; give tp_size"
+            )
 
     @property
     def gpus(self) -> int:
         """Number of GPUs that the server takes: one per rank."""
-        names = _PARALLEL[:2] if self.extra_args.get("enable_dp_attention") else _PARALLEL
+        names = _PARALLEL[:1] if self.extra_args.get("enable_dp_attention") else _PARALLEL
         return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
     @property

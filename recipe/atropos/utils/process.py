@@ -81,7 +81,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         OSError: a hundred ports were taken.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
-        if port not in _claims and _claimed(port) and port_is_free(port, host):
+        if port not in _claims and _claimed(port) and _is_free(port, host):
             return port
     raise OSError(f"no free port on {host} among a hundred from {_PORTS[0]} to {_PORTS[-1]}: name one that is free")
 
@@ -90,8 +90,12 @@ def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int]
     """Return `preferred` if nothing listens there, no other launcher of this machine has claimed it, and it is not
     among the ports `given` to other services of this launcher; else a free port."""
     usable = preferred not in given and (preferred in _claims or _claimed(preferred))
-    usable = usable and port_is_free(preferred, host) and port_is_free(preferred, host, socket.SO_REUSEPORT)
-    return preferred if usable else free_port(host)
+    return preferred if usable and _is_free(preferred, host) else free_port(host)
+
+
+def _is_free(port: int, host: str) -> bool:
+    """Return whether nothing listens there, nor do ended connections keep the port from ``sockets.reserve``."""
+    return port_is_free(port, host) and port_is_free(port, host, socket.SO_REUSEPORT)
 
 
 def _claimed(port: int) -> bool:
