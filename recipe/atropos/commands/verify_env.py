@@ -103,8 +103,7 @@ async def verify(
         url = getattr(server, "base_url", None) or "http://localhost:9001"
     url = url.rstrip("/").removesuffix("/v1")
     api_key = os.environ.get(API_KEY_VARIABLE) or "x"
-    async with SGLangClient(url, os.environ.get(API_KEY_VARIABLE), timeout=10.0) as client:
-        await client.model_info()
+    await SGLangClient(url, os.environ.get(API_KEY_VARIABLE), timeout=10.0).model_info()
     server = APIServerConfig(
         model_name=config.tokenizer_name,
         tokenizer_name=config.tokenizer_name,

@@ -292,8 +292,7 @@ async def inference_healthy(run: Run, inference: InferenceServices) -> float:
 async def serves(run: Run, url: str) -> bool:
     """Return whether a server answers that it is healthy."""
     run.check()
-    async with SGLangClient(url, run.api_key) as client:
-        return await client.health()
+    return await SGLangClient(url, run.api_key).health()
 
 
 def _awaited(run: Run, name: str) -> str:

@@ -7,7 +7,6 @@ when rank 0 fails. Only rank 0 talks to the servers, over HTTP.
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AsyncExitStack
 from os.path import realpath
 from typing import Any
 
@@ -108,19 +107,15 @@ class AtroposCheckpointEngine(CheckpointEngine):
         try:
             if not self.is_master:
                 return {}
-            async with AsyncExitStack() as stack:
-                clients = [
-                    await stack.enter_async_context(
-                        SGLangClient(url, **self._client_options, capabilities=self._capabilities.get(url))
-                    )
-                    for url in urls
-                ]
-                await on_all(clients, "check", self._check)
-                self._transport.adapter = adapter
-                served, resume = self._served(weights), not self.colocated
-                metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, resume)
-                self._pushed = str(global_steps)
-                return metrics
+            clients = [
+                SGLangClient(url, **self._client_options, capabilities=self._capabilities.get(url)) for url in urls
+            ]
+            await on_all(clients, "check", self._check)
+            self._transport.adapter = adapter
+            served, resume = self._served(weights), not self.colocated
+            metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, resume)
+            self._pushed = str(global_steps)
+            return metrics
         finally:
             deque(weights, maxlen=0)  # to the end
 

@@ -184,10 +184,10 @@ def test_an_absent_server_is_an_error_that_names_it():
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
 
         async def body():
-            async with SGLangClient(url) as client:
-                assert not await client.health()
-                with pytest.raises(InferenceError, match=f"{url}/model_info: cannot connect"):
-                    await client.model_info()
+            client = SGLangClient(url)
+            assert not await client.health()
+            with pytest.raises(InferenceError, match=f"{url}/model_info: cannot connect"):
+                await client.model_info()
 
         asyncio.run(body())
 
