@@ -20,10 +20,6 @@ SMALL_POLICIES = (
 _HUB_SECONDS = 10.0
 
 
-class PolicyNotMade(AtroposError, RuntimeError):
-    """Error when a small policy could not be made; the message holds the last lines of the output."""
-
-
 def looks_local(path: str) -> bool:
     """Return whether a model or dataset name is taken for a path: hub names are NAME or ORG/NAME."""
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(os.path.expanduser(path))
@@ -103,7 +99,7 @@ def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     ``log_path``: for the output of making it.
 
     Raises:
-        PolicyNotMade: with the last lines of the process that makes it.
+        AtroposError: with the last lines of the process that makes it.
     """
     if path not in SMALL_POLICIES:
         folder = os.path.expanduser(path)
@@ -113,5 +109,5 @@ def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     status, printed = run_command("policy", command, log_path=log_path)
     folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]
     if status != 0 or not folders:
-        raise PolicyNotMade(f"{MODEL_KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
+        raise AtroposError(f"{MODEL_KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
     return folders[-1]

@@ -37,10 +37,6 @@ _ASK_SECONDS = 5.0  # between two requests to the services
 _SUSPENDED_SECONDS = 5.0  # by which the time of day runs ahead, and clocks that are set now and then do not
 
 
-class AlarmRaised(AtroposError, RuntimeError):
-    """An alarm of ``watchdog.stop_on`` was raised; the message has what was seen, and what to try."""
-
-
 class AlarmWatch:
     """See the module; made in a running event loop. Call ``poll`` often, and ``aclose`` at the end.
 
@@ -70,7 +66,7 @@ class AlarmWatch:
         """Take in the new ``lines`` of ``metrics.jsonl`` and what else is new; print and record what changed.
 
         Raises:
-            AlarmRaised: an alarm of ``watchdog.stop_on``.
+            AtroposError: an alarm of ``watchdog.stop_on``; has what was seen, and what to try.
         """
         history, now = self.watchdog.history, self._now()
         for line in lines:
@@ -108,7 +104,7 @@ class AlarmWatch:
             self._account()
         for change in changed:
             if change["state"] == "raised" and change["alarm"] in self._stop_on:
-                raise AlarmRaised(f"watchdog.stop_on: {described(change)}")
+                raise AtroposError(f"watchdog.stop_on: {described(change)}")
 
     def _now(self) -> float:
         """Return the time of day; if the machine was suspended since the last call, tell the history before."""

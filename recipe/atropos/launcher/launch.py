@@ -115,7 +115,7 @@ async def watch(
     Raises:
         ServiceFailed: a service that the run needs ended for good, the trainer ended before the last step, or it hangs:
             apart from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
-        AlarmRaised: an alarm of ``watchdog.stop_on``.
+        AtroposError: an alarm of ``watchdog.stop_on``.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     _, wait = DataSourceConfig.from_config(run.config).longest_wait

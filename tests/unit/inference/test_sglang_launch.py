@@ -25,7 +25,7 @@ from recipe.atropos.utils.files import read_json, write_json
 
 @pytest.mark.timeout(30)
 def test_a_missing_interpreter_is_an_error_at_once(tmp_path):
-    for python, message in (("/nowhere/bin/python", "does not exist"), (sys.executable, "no package sglang")):
+    for python, message in (("/nowhere/bin/python", "does not run"), (sys.executable, "no package sglang")):
         with pytest.raises(LaunchError, match=f"{message}.*make sglang-env"):
             check_launch(SGLangLaunch(str(tmp_path), python=python))
 
