@@ -39,6 +39,7 @@ from recipe.atropos.checkpoint.store import (
     step_of,
     verify,
 )
+from recipe.atropos.config.models import needs_no_trust
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.tensors.format import TENSOR_NAMES, CheckpointFormat, model_file
@@ -144,18 +145,12 @@ def _without_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model on the meta device; raise ConfigurationError if it has custom code that is not trusted."""
-    try:
+    with needs_no_trust(folder, trust_remote_code), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # The same class as in verl's training.
         several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
         auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
-        with torch.device("meta"):
-            return auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
-    except ValueError as error:
-        if trust_remote_code or "auto_map" not in read_json(folder / CONFIG_NAME, {}):
-            raise
-        problem = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
-        raise ConfigurationError(f"{folder} {problem}") from error
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The model that a name means: a folder, a name on the Hugging Face hub, or a small policy that is made locally."""
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,19 @@ def config_file(path: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+@contextlib.contextmanager
+def needs_no_trust(path: str | Path, trust_remote_code: bool) -> Iterator[None]:
+    """Raise ConfigurationError if the block would run code of the model in ``path``, and that is not trusted."""
+    try:
+        yield
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{path} is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
+        ) from error
 
 
 def model_settings(file: Path) -> dict[str, Any]:

@@ -151,7 +151,6 @@ class ServerHistory:
     since: float
     pulse: Pulse
     inflight: int = 0
-    done: int = 0
     error: str = ""
     finished: deque[tuple[float, int, bool]] = field(default_factory=deque)
 
@@ -162,9 +161,9 @@ class ServerHistory:
         done, idle = status["requests"] - status["inflight"], self.inflight == 0
         if idle:
             self.pulse.rest(now)
-        if done > self.done:
+        if done > (self.finished[-1][1] if self.finished else 0):
             self.pulse.move(now)
-        self.done, self.inflight = done, status["inflight"]
+        self.inflight = status["inflight"]
         self.error = status["last_error"] or ""
         self.finished.append((now, done, self.inflight > 0))
         while len(self.finished) > 2 and now - self.finished[1][0] >= _RATE_SECONDS:

@@ -60,7 +60,6 @@ class AtroposCheckpointEngine(CheckpointEngine):
         lora_rank: int = 0,
         lora_merge: bool = True,
     ):
-        self.bucket_size = bucket_size
         self.is_master = is_master
         self.model_path = model_path
         self.trust_remote_code = trust_remote_code
