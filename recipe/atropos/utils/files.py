@@ -199,16 +199,15 @@ def read_json(path: str | Path, default: Any = None, kind: type = dict) -> Any:
         RunDirError: the file is something else, so something else wrote it.
     """
     try:
-        return _decoded(Path(path).read_bytes(), kind)
+        return _of_kind(orjson.loads(Path(path).read_bytes()), kind)
     except FileNotFoundError:
         return default
     except ValueError as error:
         raise RunDirError(f"{path} is damaged ({error}): restore it, or remove it if the run can do without") from error
 
 
-def _decoded(content: bytes, kind: type) -> Any:
-    """Return the value of JSON; raise ValueError if it is not valid, or not of type ``kind``."""
-    value = orjson.loads(content)
+def _of_kind(value: Any, kind: type) -> Any:
+    """Return a value; raise ValueError if it is not of type ``kind``."""
     if not isinstance(value, kind):
         raise ValueError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
     return value
@@ -222,15 +221,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: there is no file.
     """
     try:
-        found = yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        problem = "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, not a mapping"
-    except yaml.YAMLError as error:
+        return _of_kind(yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)), dict)
+    except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
-    if problem:
         raise RunDirError(
             f"{path} is damaged ({problem}): restore it, or remove it, and the command that resumes the run writes it"
-        )
-    return found
+        ) from error
 
 
 def append_line(path: str | Path, value: Any) -> None:
@@ -333,7 +329,7 @@ class LineReader:
                 self._offset += len(line)
                 self._number += 1
                 try:
-                    yield _decoded(line, dict)
+                    yield _of_kind(orjson.loads(line), dict)
                 except ValueError as error:
                     raise RunDirError(f"{self._path}, line {self._number} is damaged ({error}): remove it") from error
 
