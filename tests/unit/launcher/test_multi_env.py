@@ -15,6 +15,7 @@ from helpers.environments import item_env
 from helpers.runs import Placed, run_of
 from helpers.trainer import changed_config, compose_config
 from helpers.waiting import until
+from recipe.atropos.algorithm.reward_bridge import parse_bridge, read_bridge
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs, fill_warnings
@@ -27,7 +28,6 @@ from recipe.atropos.launcher.environment_processes import (
     check_environments,
     environment_command,
     environment_variables,
-    write_bridge,
 )
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
@@ -126,10 +126,9 @@ def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     given = {"--env.wandb_name=a", "--env.inference_weight=2", "--env.seed=3", "--openai.timeout=7"}
     assert given <= set(of_a) and not any("size=" in word for word in of_a if "group" not in word)
     assert "--env.min_batch_allocation=0.0" in of_a, "else one of the environment's own would count"
-    write_bridge(run, b)
     of_b = environment_command(run, b, "serve", "http://api", "http://server")
     assert of_b[5:7] == [ITEM_ENV, "--reward-bridge"] and "--env.min_batch_allocation=0.25" in of_b
-    assert open(of_b[7]).read() == "clip: 1\n"
+    assert read_bridge(of_b[7]) == parse_bridge({"clip": 1})
     assert "--reward-bridge" not in environment_command(run, b, "evaluate", "http://api", "http://server")
 
 
