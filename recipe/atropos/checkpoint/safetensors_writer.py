@@ -55,8 +55,7 @@ def write_safetensors(
     for name in split.filename_to_tensors:
         sync(folder / name)
     if split.is_sharded:
-        parameters = sum(tensor.numel() for tensor in like.values())
-        metadata = {"total_parameters": parameters, **split.metadata}
+        metadata = {"total_parameters": sum(tensor.numel() for tensor in like.values()), **split.metadata}
         index = orjson.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, option=orjson.OPT_INDENT_2)
         (folder / f"{stem}.safetensors.index.json").write_bytes(index)
     return split.metadata["total_size"]

@@ -46,10 +46,11 @@ class AlarmLimits:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "AlarmLimits":
         """``config``: values by dotted key, with the longest wait; what an earlier version's lacks has its default."""
-        tolerance = config.get("trainer.atropos.logprob_tolerance")
         silent_after = config.get("watchdog.silent_after", cls.silent_after)
         return cls(
-            logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
+            logprob_tolerance=logprob_tolerance(
+                config.get("trainer.atropos.logprob_tolerance"), config.get("inference.dtype", "bfloat16")
+            ),
             max_staleness=config.get("trainer.atropos.max_staleness"),
             push_every=config.get("trainer.atropos.weight_sync.every", 1),
             distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,

@@ -117,7 +117,7 @@ def test_environments_ask_no_proxy_for_the_gateway(tmp_path, monkeypatch):
 def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     options = [A, "environments.a.args={seed: 3, size: null, openai: {timeout: 7}}", "environments.a.weight=2"]
     options += [f"environments.b.target={ITEM_ENV}"]
-    bridge = ["environments.b.reward_bridge.clip=1", "environments.b.min_batch_allocation=0.25"]
+    bridge = ["environments.b.reward_bridge.clip=[-1,1]", "environments.b.min_batch_allocation=0.25"]
     settings = config(*options, *bridge)
     a, b = environment_specs(settings).values()
     run = run_of(settings, tmp_path)
@@ -128,7 +128,7 @@ def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     assert "--env.min_batch_allocation=0.0" in of_a, "else one of the environment's own would count"
     of_b = environment_command(run, b, "serve", "http://api", "http://server")
     assert of_b[5:7] == [ITEM_ENV, "--reward-bridge"] and "--env.min_batch_allocation=0.25" in of_b
-    assert read_bridge(of_b[7]) == parse_bridge({"clip": 1})
+    assert read_bridge(of_b[7]) == parse_bridge({"clip": [-1, 1]})
     assert "--reward-bridge" not in environment_command(run, b, "evaluate", "http://api", "http://server")
 
 
