@@ -97,9 +97,8 @@ def main(given: argparse.Namespace) -> int:
     if service is None:
         show_list(files, Console(highlight=False))
         return 0
+    path = files.log(service)
     with contextlib.suppress(KeyboardInterrupt):
-        for text in codecs.iterdecode(
-            read_end(files, files.log(service), given.lines, given.follow), "utf-8", "replace"
-        ):
+        for text in codecs.iterdecode(read_end(files, path, given.lines, given.follow), "utf-8", "replace"):
             print(printable(text), end="", flush=True)
     return 0

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+import yaml
 
 from helpers.environments import item_env
 from helpers.runs import Placed, run_of
 from helpers.trainer import changed_config, compose_config
 from helpers.waiting import until
-from recipe.atropos.algorithm.reward_bridge import parse_bridge, read_bridge
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs, fill_warnings
@@ -128,7 +128,7 @@ def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     assert "--env.min_batch_allocation=0.0" in of_a, "else one of the environment's own would count"
     of_b = environment_command(run, b, "serve", "http://api", "http://server")
     assert of_b[5:7] == [ITEM_ENV, "--reward-bridge"] and "--env.min_batch_allocation=0.25" in of_b
-    assert read_bridge(of_b[7]) == parse_bridge({"clip": [-1, 1]})
+    assert yaml.safe_load(of_b[7]) == {"clip": [-1, 1]}
     assert "--reward-bridge" not in environment_command(run, b, "evaluate", "http://api", "http://server")
 
 
