@@ -161,18 +161,9 @@ class JsonClient:
 
 
 class SGLangClient(JsonClient):
-    """Client of one server; ``capabilities``: what it can do, if already known. For the rest see ``JsonClient``."""
+    """Client of one server; it keeps what the server can do."""
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        capabilities: Capabilities | None = None,
-        own: bool = True,
-    ):
-        super().__init__(url, api_key, timeout, own)
-        self._capabilities = capabilities
+    _capabilities: Capabilities | None = None
 
     # -- state -----------------------------------------------------------------------------------------------------
 
