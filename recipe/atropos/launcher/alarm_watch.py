@@ -46,7 +46,6 @@ class AlarmWatch:
     def __init__(self, run: Run, version: int, api_url: str, inference: InferenceServices | None):
         specs = self._specs = run.plan.specs
         self._run, self._api_url, self._inference = run, api_url, inference
-        self._stop_on = list(run.config.watchdog.stop_on)
         limits = AlarmLimits.from_config(dict(leaves(OmegaConf.to_container(run.config))))
         history = History(limits, begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
@@ -103,7 +102,7 @@ class AlarmWatch:
         if changed or (lines and self._lines):
             self._account()
         for change in changed:
-            if change["state"] == "raised" and change["alarm"] in self._stop_on:
+            if change["state"] == "raised" and change["alarm"] in self._run.config.watchdog.stop_on:
                 raise AtroposError(f"watchdog.stop_on: {described(change)}")
 
     def _now(self) -> float:

@@ -250,7 +250,7 @@ def test_bridge_refuses_a_wrong_block_by_key_value_and_fix(block, expected, tmp_
         read_bridge(path)
 
 
-def test_the_documented_block_is_read_with_and_without_its_key_and_without_a_file(tmp_path):
+def test_the_documented_block_is_read_however_it_is_given(tmp_path):
     documented = re.search(r"\n(    reward_bridge:.*?\n)\n", reward_bridge.__doc__, re.DOTALL)[1]
     (tmp_path / "key.yaml").write_text(documented)
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(yaml.safe_load(documented)["reward_bridge"]))
