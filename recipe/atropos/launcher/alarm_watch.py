@@ -28,7 +28,7 @@ from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.run.record import left_open, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.progress import say
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
 from recipe.atropos.watchdog.alarms import ALARMS, Watchdog, account
 from recipe.atropos.watchdog.history import AlarmLimits, History
@@ -117,8 +117,7 @@ class AlarmWatch:
         history = self.watchdog.history
         while True:
             with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
-                async with self._run.api_client(self._api_url) as api:
-                    history.add_api(await api.diagnose(), self._now())
+                history.add_api(await self._run.ask_api(self._api_url, TrajectoryApiClient.diagnose), self._now())
             if self._inference is not None:
                 status = await self._inference.status()
                 if self._run.files.servers_offloaded.exists():

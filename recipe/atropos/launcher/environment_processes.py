@@ -334,8 +334,7 @@ class EnvironmentProcesses:
             try:
                 # A process that lives may have the number again, from an API with another store.
                 if (state.pid, number) not in state.registrations:
-                    async with self._run.api_client(self._api_url) as api:
-                        await api.disconnect_env(number)
+                    await self._run.ask_api(self._api_url, lambda api, number=number: api.disconnect_env(number))
             except TrajectoryApiError as error:
                 if error.status != 404:
                     say(f"not taken off the Trajectory API yet: {error}", state.name, width=0)

@@ -18,7 +18,7 @@ from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import InferenceServices, given_ports, inference_healthy, serves
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
@@ -159,8 +159,7 @@ async def servers_healthy(run: Run, api: Service, inference: InferenceServices) 
     async def answers() -> bool:
         run.check()
         try:
-            async with run.api_client(api.url) as client:
-                return bool(await client.status())
+            return bool(await run.ask_api(api.url, TrajectoryApiClient.status))
         except TrajectoryApiError:
             return False
 
