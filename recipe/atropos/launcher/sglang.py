@@ -194,8 +194,9 @@ async def start_inference(run: Run) -> InferenceServices:
         await _join_cluster(run, servers, programs)
     for name, launch in servers.items():
         inference.servers[name] = run.cluster.placed(name, launch)
-    port = urlsplit(inference.gateway).port
-    run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
+    run.reserved["gateway"] = reserve(
+        run.config.inference.host, urlsplit(inference.gateway).port, "inference.gateway_port"
+    )
     for name in inference.servers:
         run.add(_start_server(run, inference, name))
     _start_gateway(run, inference)
@@ -314,5 +315,6 @@ def _enable_restarts(
             awaited=partial(_awaited, run, name),
             recovers=recovers,
         )
-    gateway = partial(_start_gateway, run, inference)
-    run.restart_policies["gateway"] = RestartPolicy(gateway, limit, kind="gateway", recovers=recovers)
+    run.restart_policies["gateway"] = RestartPolicy(
+        partial(_start_gateway, run, inference), limit, kind="gateway", recovers=recovers
+    )

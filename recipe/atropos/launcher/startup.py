@@ -102,7 +102,7 @@ def session_command(run: Run, inference: InferenceServices, api_url: str) -> lis
         "credit": credit and json.dumps(credit),
         "timeout": request_limits(run.config).get("timeout"),
     }
-    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    flags = (f"--{name}={value}" for name, value in options.items() if value is not None)
     return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]
 
 
@@ -121,8 +121,7 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
 
 def _saved(run: Run) -> set[tuple[Path, int]]:
     """Return the whole checkpoints, and when they were changed: on a shared disk, by another machine's clock."""
-    whole = Checkpoints(run.config.trainer.default_local_dir).whole()
-    return {(folder, folder.stat().st_mtime_ns) for folder in whole}
+    return {(folder, folder.stat().st_mtime_ns) for folder in Checkpoints(run.config.trainer.default_local_dir).whole()}
 
 
 def _start_trainer(run: Run, before: set[tuple[Path, int]]) -> Service:
