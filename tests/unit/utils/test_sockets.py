@@ -135,7 +135,7 @@ def test_squat_of_a_starting_server_ends_the_launch(tmp_path):
 @needs_root
 def test_squat_of_a_port_that_is_given_is_an_error_naming_it(monkeypatch):
     """The port, and the user who holds it; at the first start and, for a server, at each restart."""
-    monkeypatch.setattr("recipe.atropos.inference.server._check_interpreter", lambda python: None)
+    monkeypatch.setattr("recipe.atropos.inference.server.versions_in", lambda *_, **__: {"sglang": "1"})
     with squatted(port := free_port()):
         named = rf"{port} .*taken.* \(by a process of user {NOBODY}\)"
         with pytest.raises(ConfigurationError, match=f"api.port={named}; give another"):
