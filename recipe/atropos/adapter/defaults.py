@@ -109,7 +109,8 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
     parts = urlsplit(base_url)
     try:
         socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
-        info = asyncio.run(_model_info(APIServerConfig(base_url=base_url, api_key=api_key)))
+        server = APIServerConfig(base_url=base_url, api_key=api_key)
+        info = asyncio.run(client_of(server, _ANSWER_SECONDS).model_info())
     except InferenceError as error:
         if error.status in (401, 403):
             raise WrongKey(
@@ -122,11 +123,6 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
         return None
     model = info.get("model_path") if isinstance(info, dict) else None  # else another program's page
     return model and (model, info.get("tokenizer_path") or model)
-
-
-async def _model_info(server: APIServerConfig) -> dict[str, Any]:
-    async with client_of(server, _ANSWER_SECONDS) as client:
-        return await client.model_info()
 
 
 def _say(text: str) -> None:

@@ -120,8 +120,7 @@ class Calls:
         params = {**params, **sampling.request()}
 
         async def request(n: int) -> list[SampledReply]:
-            async with client:
-                answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
+            answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
             found = map(read_reply, answers if isinstance(answers, list) else [answers])
             return [reply for reply in found if reply is not None]
 

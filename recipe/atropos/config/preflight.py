@@ -49,7 +49,7 @@ def check_config(config: DictConfig) -> None:
         _check_credit("environment", config.environment.credit)
     check_rules(
         chain(
-            _model(config),
+            model_rules(config),
             _algorithm(config),
             _loss(config),
             _ranks(config),
@@ -67,11 +67,6 @@ def check_config(config: DictConfig) -> None:
             _sessions(config),
         )
     )
-
-
-def check_model_settings(config: DictConfig) -> None:
-    """Check the model's own configuration, if it is on this machine. Raises as ``check_config``."""
-    check_rules(_model(config))
 
 
 def check_rules(rules: Rules) -> None:
@@ -354,7 +349,8 @@ def _distillation(config: DictConfig) -> Rules:
     )
 
 
-def _model(config: DictConfig) -> Rules:
+def model_rules(config: DictConfig) -> Rules:
+    """Yield what is wrong with the model's own configuration, if it is on this machine."""
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
     settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model

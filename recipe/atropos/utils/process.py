@@ -215,11 +215,11 @@ class LocalService(Service):
         with contextlib.suppress(OSError):  # it was killed, and the inner one still ends the service
             self.control.settimeout(grace + 2 * _KILL_SECONDS)
             self.control.recv(1)  # nothing, once neither of them holds the socket
-        _signal(self.members(), signal.SIGTERM)  # there are some if both were killed
+        signal_all(self.members(), signal.SIGTERM)  # there are some if both were killed
         kill = time.monotonic() + grace
         while (rest := self.members()) and time.monotonic() < kill + _KILL_SECONDS:
             if time.monotonic() >= kill:
-                _signal(rest, signal.SIGKILL)
+                signal_all(rest, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         if rest:
             raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
@@ -400,7 +400,8 @@ def process_lives(pid: int, started: float, booted: float) -> bool:
     return found is not None and abs((found - psutil.boot_time()) - (started - booted)) < _TICKS_SECONDS
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those that live."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)

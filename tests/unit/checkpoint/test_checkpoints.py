@@ -308,7 +308,7 @@ def test_run_dir_with_other_values_is_reported(configured, tmp_path):
     ("name", "content", "problem"),
     [
         ("config.yaml", "trainer: [1, {2", "is damaged (while parsing a flow"),
-        ("config.yaml", "- a list", "is damaged (it holds a list, not a mapping)"),
+        ("config.yaml", "- a list", "is damaged (it holds a list, not a dict)"),
         ("run.json", "[]", "is damaged (it holds a list, not a dict)"),
         ("summary.json", "[1]", "is damaged (it holds a list, not a dict)"),
         ("metrics.jsonl", '{"step": 1}\n{"st', ""),  # left by a kill
