@@ -297,15 +297,16 @@ def read_bridge(path: str | Path) -> RewardBridge:
     Raises:
         RewardBridgeError: the file cannot be read, is not YAML, or ``parse_bridge`` rejects it.
     """
+    inline = str(path).startswith("{")
     try:
-        block = yaml.safe_load(path if str(path).startswith("{") else Path(path).read_text())
+        block = yaml.safe_load(path if inline else Path(path).read_text())
         return parse_bridge(block[KEY] if isinstance(block, Mapping) and list(block) == [KEY] else block)
     except OSError as error:
         raise RewardBridgeError(f"{path}: {error.strerror}; give a YAML file with the block {KEY}") from error
     except yaml.YAMLError as error:
         raise RewardBridgeError(f"{path} is not valid YAML: {error}") from error
     except RewardBridgeError as error:
-        raise RewardBridgeError(f"{path}: {error}") from error
+        raise RewardBridgeError(f"{'in the block' if inline else path}: {error}") from error
 
 
 def _explain(error: Mapping[str, Any], name: str) -> str:

@@ -22,13 +22,22 @@ from recipe.atropos.utils.files import read_json
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
-# With recurrent or convolution layers, which verl does not tell where a row ends, and attention without positions.
-_UNPACKED_MODELS = (
+# Models to which verl does not tell where a row ends: their attention is given no positions.
+_WITHOUT_POSITIONS = (
+    *("afmoe", "biogpt", "bloom", "doge", "falcon", "gpt_bigcode", "gpt_oss", "llama4_text", "mpt", "opt"),
+    *("persimmon", "xglm"),
+)
+_RECURRENT = (  # with layers of ``_RECURRENT_LAYERS``, which a configuration may not name
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
     *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "gpt_bigcode", "llama4_text", "persimmon"),
+    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
 )
-_UNPACKED_LAYERS = {"conv", "hybrid", "linear_attention", "mamba", "recurrent"}
+_RECURRENT_LAYERS = {"conv", "hybrid", "linear_attention", "mamba", "recurrent"}
+# Of a configuration: what is done to logits after the head.
+_AFTER_HEAD = (
+    *("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_bias", "lm_head_multiplier"),
+    *("logits_soft_cap", "output_logit_soft_cap"),
+)
 _FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, whatever their use_sliding_window
 
 # Each rule: a value that is true if the rule is violated, and the error message.
@@ -367,16 +376,16 @@ def model_rules(config: DictConfig) -> Rules:
         "model as a checkpoint of its own",
     )
     yield (
-        model.use_remove_padding and (_UNPACKED_LAYERS & {*layers} if layers else kind in _UNPACKED_MODELS),
+        model.use_remove_padding
+        and (kind in _WITHOUT_POSITIONS or (_RECURRENT_LAYERS & {*layers} if layers else kind in _RECURRENT)),
         f"actor_rollout_ref.model.use_remove_padding=true with {path}: the layers of {kind} would read all rows of a "
         "micro-batch as one; set it to false",
     )
-    after_head = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_bias")
-    changed = [key for key in after_head if settings.get(key) not in (None, False, 1)]
+    changed = [key for key in _AFTER_HEAD if settings.get(key) is True or settings.get(key) not in (None, False, 1)]
     yield (
-        model.use_fused_kernels and changed,
-        f"actor_rollout_ref.model.use_fused_kernels=true with {path}: verl's fused kernels leave out {changed[:1]} of "
-        "its config.json, so logprobs and gradients would be wrong; set it to false",
+        model.use_fused_kernels and (changed or kind == "phi"),
+        f"actor_rollout_ref.model.use_fused_kernels=true with {path}: verl's fused kernels leave out what {kind} does "
+        f"to logits ({', '.join(changed) or 'a bias'}), so logprobs and gradients would be wrong; set it to false",
     )
     yield (
         model.use_fused_kernels

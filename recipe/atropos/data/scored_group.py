@@ -504,9 +504,11 @@ def _unpack_first(record: bytes | memoryview) -> ScoredGroup:
         arrays[name] = np.frombuffer(record, kind, size, offset)
         offset += arrays[name].nbytes + -arrays[name].nbytes % 8
     required = _STORED.keys() - set(FLOATS)
-    if not required <= arrays.keys() or arrays.keys() & header.raw.keys():
+    if offset > len(record) or not required <= arrays.keys() or arrays.keys() & header.raw.keys():
         raise RefusedGroup(
-            Reason.MALFORMED, f"a packed group has buffers {[*header.buffers]} and fields {[*header.raw][:20]}"
+            Reason.MALFORMED,
+            f"a packed group of {offset} bytes has {len(record)}, buffers {[*header.buffers]} and fields "
+            f"{[*header.raw][:20]}",
         )
     if header.buffers["masks"] == "bits":
         chosen = np.unpackbits(arrays["masks"], count=header.tokens).view(bool)

@@ -90,10 +90,10 @@ class SGLangLaunch:
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
         if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
-        for name in _PARALLEL:
+        for name in (*_PARALLEL, "pp_size"):
             if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():
                 raise LaunchError(f"inference.args.{name}={size}: give a whole number")
-        if (stages := self.extra_args.get("pp_size")) not in (None, 1):
+        if int(stages := self.extra_args.get("pp_size") or 1) != 1:
             raise LaunchError(
                 f"inference.args.pp_size={stages}: such a server goes on generating while it is paused; give tp_size"
             )

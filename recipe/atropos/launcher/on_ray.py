@@ -5,13 +5,14 @@ Guarantees:
 
 - each server has the GPUs of one node to itself, reserved as a bundle of a placement group; servers fill as few nodes
   as they can, which leaves whole nodes to the trainer's ranks; an environment has a CPU, on as many nodes as can be;
-- a server listens, also to the broadcasts of weights, at the address by which Ray knows its node; ``cluster_check``
-  refuses loopback, since other nodes could not reach it;
+- a server listens, also to the broadcasts of weights, at the address by which Ray knows its node; loopback is refused,
+  since other nodes could not reach it;
 - a service, and all that it started, ends with its actor, which Ray ends with the launcher or the node;
 - its output is in the run's folder, as that of a service here, and its file on the node is bounded.
 """
 
 import contextlib
+import ipaddress
 import os
 import signal
 import time
@@ -226,8 +227,17 @@ class Cluster:
         return "when Ray has a node for it"
 
     def placed(self, name: str, launch: SGLangLaunch) -> SGLangLaunch:
-        """Return a server's launch at its node's address, once nothing is ``awaited``; there it keeps its port."""
+        """Return a server's launch at its node's address, once nothing is ``awaited``; there it keeps its port.
+
+        Raises:
+            ConfigurationError: other nodes cannot reach that address.
+        """
         address, port = self._seats[name].address
+        if ipaddress.ip_address(address).is_loopback and len(ray.nodes()) > 1:
+            raise ConfigurationError(
+                f"Ray knows the node of {name} as {address}, where no other node reaches it: start Ray there with "
+                "--node-ip-address and the address of the interface to the others"
+            )
         return replace(launch, host=address, port=port)
 
     def start_server(self, name: str, launch: SGLangLaunch, log_path: Path) -> PlacedService:

@@ -6,6 +6,7 @@ Guarantees:
 - The fast path and ``ScoredGroup.from_mapping`` accept the same groups, with the same values.
 """
 
+import contextlib
 import json
 from typing import Any
 
@@ -14,7 +15,7 @@ import orjson
 import simdjson
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
-from recipe.atropos.data.scored_group import FIELDS, FLOATS, ScoredGroup, unpack_all
+from recipe.atropos.data.scored_group import FIELDS, FLOATS, ScoredGroup, read_header, unpack_all
 
 _PER_TOKEN = ("tokens", "masks", *FLOATS)
 _OPEN = ord("[")
@@ -50,8 +51,10 @@ def parse_packed(body: bytes) -> list[ScoredGroup]:
 def environments_of(body: bytes, packed: bool) -> list[int | None]:
     """Return the environment of each group of a refused body, None where it has none or cannot be read."""
     try:
-        if packed:
-            return [group.env_id for group in unpack_all(body)]
+        if packed:  # of the first, if it was refused for what follows its header
+            with contextlib.suppress(RefusedGroup):
+                return [group.env_id for group in unpack_all(body)]
+            return [read_header(body)[0].env_id]
         groups = _load(body)
     except RefusedGroup:
         return [None]

@@ -14,7 +14,6 @@ Guarantees:
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
 import re
 import secrets
@@ -251,12 +250,17 @@ def append_line(path: str | Path, value: Any) -> None:
             raise
 
 
-def _end_of_last_line(file: BinaryIO) -> int:
+def _end_of_last_line(file: BinaryIO, block: int = 1 << 16) -> int:
     """Return the size of the file without an unterminated last line."""
-    if file.seek(0, os.SEEK_END) == 0:  # what is empty cannot be mapped
-        return 0
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.rfind(b"\n") + 1
+    position = file.seek(0, os.SEEK_END)
+    while position > 0:
+        start = max(0, position - block)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        position = start
+    return 0
 
 
 def bound_log(path: Path, limit: int) -> None:
