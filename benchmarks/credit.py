@@ -66,7 +66,7 @@ from benchmarks.tasks.credit import GridRecipe, KeysRecipe, LongKeysRecipe  # no
 from recipe.atropos.demo.small_policy import ensure_small_policy  # noqa: E402
 from recipe.atropos.run.evaluations import read_evaluations  # noqa: E402
 from recipe.atropos.run.record import read_metrics  # noqa: E402
-from recipe.atropos.sources.recorded import read_batch  # noqa: E402
+from recipe.atropos.trajectory_api import records  # noqa: E402
 from recipe.atropos.utils.files import read_lines  # noqa: E402
 
 RECIPES = {
@@ -234,7 +234,7 @@ def curve(folder: Path) -> tuple[list[int], list[float]]:
 @functools.cache  # a run is looked at every second
 def value_tokens(folder: Path, batch: int) -> int:
     """Return the tokens that were sampled for a batch, but for values alone."""
-    groups = read_batch(folder / "trajectories", batch).groups
+    groups = records.read(folder / "trajectories", batch)
     return sum(sum((group.field("group_overrides") or {}).get("value_tokens", ())) for group in groups)
 
 

@@ -445,8 +445,7 @@ def _main(arguments: argparse.Namespace, work: Path) -> int:
     from recipe.atropos.utils.process import free_port, wait_until_healthy
 
     async def serving() -> None:
-        async with SGLangClient(server.url) as client:
-            await wait_until_healthy(server, client.health, 240)
+        await wait_until_healthy(server, SGLangClient(server.url).health, 240)
 
     options = {"device": "cpu", "dtype": "float32", "extra_args": {"max_total_tokens": 65536}}
     launch = SGLangLaunch(str(model), port=free_port(), **options)

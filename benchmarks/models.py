@@ -36,7 +36,8 @@ QUICK = ("qwen2", "llama", "gemma3_text", "mixtral")
 # Families not in TIED_OR_NOT have only one kind: no checkpoint differs, and SGLang does not check.
 TIED = {"gemma", "gemma2", "gemma3_text", "lfm2", "lfm2_moe"}
 TIED_OR_NOT = {"qwen2", "qwen3", "llama", "granite", "ernie4_5_moe"}
-WITHOUT_LORA = {"gpt_oss", "minimax", "lfm2", "lfm2_moe"}  # not every layer has an o_proj
+UNPACKED = {"minimax", "lfm2", "lfm2_moe"}  # with layers that read packed rows as one
+WITHOUT_LORA = {"gpt_oss", *UNPACKED}  # not every layer has an o_proj
 
 CHOICES = {
     "embeddings": ("untied", "tied"),
@@ -117,7 +118,8 @@ def tried(family: str, variant: Variant, folder: Path) -> ShortRun:
     except Exception as error:  # transformers knows no such model, or cannot write it
         return ShortRun(folder, error=f"transformers: {type(error).__name__}: {error}")
     lora = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[o_proj]"]
-    overrides = [*OPTIONS, *(lora if variant["trained"] == "lora" else [])]
+    padded = ["actor_rollout_ref.model.use_remove_padding=false"]
+    overrides = [*OPTIONS, *(lora if variant["trained"] == "lora" else []), *(padded if family in UNPACKED else [])]
     return short_run(model, folder, overrides, steps=STEPS, dtype=variant["dtype"], limit=LIMIT)
 
 

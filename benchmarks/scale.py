@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -173,9 +173,9 @@ class Environments:
         connector = aiohttp.TCPConnector(limit=0)
         headers = {"Authorization": f"Bearer {self.key}"}
         async with aiohttp.ClientSession(connector=connector, headers=headers) as self.http:
-            async with SessionClient(self.sessions, self.key) as self.client:
-                print(READY, flush=True)
-                await asyncio.gather(*(self.environment(number) for number in range(ENVIRONMENTS)))
+            self.client = SessionClient(self.sessions, self.key)
+            print(READY, flush=True)
+            await asyncio.gather(*(self.environment(number) for number in range(ENVIRONMENTS)))
 
     async def environment(self, number: int) -> None:
         longest = PROMPT + self.step.tokens
@@ -303,9 +303,8 @@ class Pushes:
         """Make the calls of a push, as ``WeightSyncManager.update_weights`` and the actor do."""
 
         async def all_servers(urls: list[str]) -> None:
-            async with AsyncExitStack() as stack:
-                clients = [await stack.enter_async_context(SGLangClient(url, KEY)) for url in urls]
-                await push(clients, Delivered(), iter(()), version, "abort")
+            clients = [SGLangClient(url, KEY) for url in urls]
+            await push(clients, Delivered(), iter(()), version, "abort")
 
         targets = sorted(self.fleet.wait_for(1))
         self.fleet.gateway.announce(version, targets, pushing=True)

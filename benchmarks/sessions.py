@@ -94,10 +94,8 @@ async def conversations(service: Service, gateway: Service, sessions: int, turns
     """Let sessions say ``HISTORY`` tokens in so many turns; return what further turns cost."""
     words = "12 + 7 = 19 " * 4_000
     timeout = aiohttp.ClientTimeout(total=600)
-    async with (
-        SessionClient(service.url, environments_key(KEY)) as client,
-        aiohttp.ClientSession(timeout=timeout) as http,
-    ):
+    client = SessionClient(service.url, environments_key(KEY))
+    async with aiohttp.ClientSession(timeout=timeout) as http:
         slots = asyncio.Semaphore(AT_ONCE)
 
         async def say(history: list[dict[str, str]], key: str, text: str) -> int:

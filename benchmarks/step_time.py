@@ -37,18 +37,18 @@ async def seconds_to_generate(folder: Path, rounds: int) -> float:
     launch = SGLangLaunch(str(model), port=free_port(), dtype="float32")
     server = start_sglang(launch, log_path=folder / "sglang.log")
     try:
-        async with SGLangClient(server.url) as client:
-            await wait_until_healthy(server, client.health, 600)
-            times = []
-            for number in range(rounds + 1):
-                chats = [[{"role": "user", "content": row["question"]}] for row in generate("train", GROUPS, number)]
-                texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-                parameters = {"n": GROUP_SIZE, "temperature": 1.0, "max_new_tokens": 32}
-                started = time.perf_counter()
-                requests = (client.generate(input_ids=tokenizer.encode(t), sampling_params=parameters) for t in texts)
-                await asyncio.gather(*requests)
-                times.append(time.perf_counter() - started)
-            return statistics.median(times[1:])  # the first one warms up
+        client = SGLangClient(server.url)
+        await wait_until_healthy(server, client.health, 600)
+        times = []
+        for number in range(rounds + 1):
+            chats = [[{"role": "user", "content": row["question"]}] for row in generate("train", GROUPS, number)]
+            texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+            parameters = {"n": GROUP_SIZE, "temperature": 1.0, "max_new_tokens": 32}
+            started = time.perf_counter()
+            requests = (client.generate(input_ids=tokenizer.encode(t), sampling_params=parameters) for t in texts)
+            await asyncio.gather(*requests)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])  # the first one warms up
     finally:
         server.stop()
 

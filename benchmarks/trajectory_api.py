@@ -41,7 +41,7 @@ import psutil
 import requests
 from atroposlib.envs.base import BaseEnv
 
-from recipe.atropos.data.scored_group import ScoredGroup, unpack
+from recipe.atropos.data.scored_group import ScoredGroup, unpack_all
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import free_port
@@ -259,7 +259,7 @@ def restart_seconds(folder: Path, many: int) -> float:
     with serving(True, folder) as server:
         group = make_group()
         small = {key: [row[:256] for row in group[key]] for key in ("tokens", "masks", "inference_logprobs")}
-        body = wire.join([ScoredGroup.from_mapping({**small, "scores": group["scores"]}).pack()] * 500)
+        body = b"".join([ScoredGroup.from_mapping({**small, "scores": group["scores"]}).pack()] * 500)
         for _ in range(many // 500):
             server.post("/scored_data_list", body, {"Content-Type": wire.PACKED})
     with serving(True, Path(tempfile.mkdtemp(dir=folder.parent))) as server:
@@ -310,7 +310,7 @@ async def ticketed_cpu(server: Server, body: bytes, environments: int, batches: 
     registration = {"max_token_length": LENGTH, "desired_name": "e", "weight": 1.0, "group_size": SIZE}
     fields = {"wandb_group": "", "wandb_project": "", "batch_size": 64 * SIZE, "max_token_len": LENGTH}
     fields |= {"checkpoint_dir": "", "save_checkpoint_interval": -1, "starting_step": 0, "num_steps": 1000}
-    [group] = [json.loads(unpack(record).to_json()) for record in wire.split(body)]
+    [group] = [json.loads(group.to_json()) for group in unpack_all(body)]
 
     async def environment() -> None:
         async with TrajectoryApiClient(server.url) as client:
@@ -343,7 +343,7 @@ def measure(rounds: int, many: int, seconds: float) -> Figures:
     bodies = {
         "json": body,
         "gzip": gzip.compress(body),
-        "packed": wire.join([ScoredGroup.from_mapping(group).pack()]),
+        "packed": ScoredGroup.from_mapping(group).pack(),
     }
     found: Any = _Lists()
     for _ in range(rounds):

@@ -178,8 +178,7 @@ def main() -> int:
 
 
 async def serving(server: Service) -> None:
-    async with SGLangClient(server.url) as client:
-        await wait_until_healthy(server, client.health, 300)
+    await wait_until_healthy(server, SGLangClient(server.url).health, 300)
 
 
 def measure(folder: Path, layers: int, rounds: int, bucket: int) -> dict[str, float]:

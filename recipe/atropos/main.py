@@ -21,7 +21,7 @@ from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.compose import differences
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
 from recipe.atropos.config.models import check_model, resolve_model
-from recipe.atropos.config.preflight import check_config, check_model_settings
+from recipe.atropos.config.preflight import check_config, check_rules, model_rules
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors, output_may_be_closed
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.own_gateway import gateway_before
@@ -63,7 +63,7 @@ def run(config: DictConfig, given: Mapping[str, Any] | None = None) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", str(folder.tensorboard))
     os.environ.setdefault("WANDB_DIR", str(config.run.dir))
     config.actor_rollout_ref.model.path = resolve_model(config.actor_rollout_ref.model.path, config.seed)
-    check_model_settings(config)  # those of the hub may have come since
+    check_rules(model_rules(config))  # those of the hub may have come since
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=False)
 
     with folder.lock():

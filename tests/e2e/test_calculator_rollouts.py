@@ -26,7 +26,7 @@ from recipe.atropos.environments.calculator_tool import answer
 from recipe.atropos.environments.word_problems import SYNTHETIC_STEPS, generate
 from recipe.atropos.inference.sampled import versions_of
 from recipe.atropos.run.record import read_metrics
-from recipe.atropos.sources.recorded import read_batch
+from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -143,7 +143,7 @@ def trained(cluster, tmp_path_factory):
         program = ["-m", "recipe.atropos.environments.calculator"]
         with environment_process(folder, *program, flags=flags), running(config) as trainer:
             trainer.fit()
-        stored = [read_batch(folder / "data", step).groups for step in range(1, STEPS + 1)]
+        stored = [records.read(folder / "data", step) for step in range(1, STEPS + 1)]
         batches = [[orjson.loads(group.to_json()) for group in groups] for groups in stored]
         replies = [one for reply in replies for one in (reply if isinstance(reply, list) else [reply])]
         yield policy, batches, replies, read_metrics(folder / "run")

@@ -17,11 +17,11 @@ from helpers.families import FAMILIES, WITHOUT_LORA, Engine, make_model  # noqa:
 from helpers.runs import run_of
 from helpers.trainer import compose_config
 from recipe.atropos.checkpoint import safetensors_writer, store
-from recipe.atropos.checkpoint.export import ExportError, export, export_checkpoint
+from recipe.atropos.checkpoint.export import export, export_checkpoint
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
 from recipe.atropos.checkpoint.shards import Shards, ShardsError
 from recipe.atropos.checkpoint.store import Checkpoints, choose_checkpoint
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.launcher.launch import report_model
 from recipe.atropos.main import export_model
 from recipe.atropos.run.folder import RunDir
@@ -366,7 +366,7 @@ def test_export_of_other_tensors_than_the_model_s_is_refused(make_model, tmp_pat
         ({"model.norm.weight": None}, r"1 tensors too many or too few: \['model.norm.weight'\]"),
     ):
         torch.save({name: t for name, t in (state | change).items() if t is not None}, path)
-        with pytest.raises(ExportError, match=told):
+        with pytest.raises(AtroposError, match=told):
             export_checkpoint(run, path.parents[1], run.model)
     assert not run.model.exists() and not list(run.path.glob(".*.partial"))
 

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from helpers.export import alone, begun_from, configuration, make_start, saved_run, trained  # noqa: F401
 from helpers.families import make_family
 from recipe.atropos.checkpoint.resumption import prepare_folder
-from recipe.atropos.checkpoint.start_from import NotExported, forget_start
+from recipe.atropos.checkpoint.start_from import forget_start
 from recipe.atropos.config.models import check_model
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.main import main
 from recipe.atropos.run.folder import RunDir
@@ -120,6 +120,6 @@ def test_export_start_is_forgotten_with_another_model(source, model, tmp_path):
 def test_export_that_fails_leaves_no_start(source, tmp_path):
     start = begun_from(tmp_path, source.path).start
     (source.checkpoints / "global_step_2/actor/tensor_names.json").write_text("[]")  # its size is another now
-    with pytest.raises(NotExported, match=r"first@2: error: step 2: .* has whole checkpoints of steps \[1\]"):
+    with pytest.raises(AtroposError, match=r"first@2: error: step 2: .* has whole checkpoints of steps \[1\]"):
         start.make()
     assert not (tmp_path / "second/start").exists() and not (tmp_path / "second/summary.json").exists()

@@ -32,11 +32,11 @@ def new_model(tmp_path_factory) -> Path:
 @pytest.fixture
 async def client(server, model_path):
     """A client of the server with the old weights under version "0"; no test leaves a pause behind."""
-    async with SGLangClient(server, timeout=60) as client:
-        await client.update_weights_from_disk(model_path, "0")
-        yield client
-        await client.post("/abort_request", {"abort_all": True})
-        await client.resume()
+    client = SGLangClient(server, timeout=60)
+    await client.update_weights_from_disk(model_path, "0")
+    yield client
+    await client.post("/abort_request", {"abort_all": True})
+    await client.resume()
 
 
 @functools.cache
@@ -266,6 +266,5 @@ async def test_after_a_failed_update_the_old_version_stays_in_force(client, new_
 
 
 async def test_a_call_that_takes_too_long_is_an_error(client, server):
-    async with SGLangClient(server, timeout=0.2) as impatient:
-        with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
-            await impatient.generate(input_ids=PROMPT, sampling_params=LONG)
+    with pytest.raises(InferenceError, match=r"/generate: no answer within 0.2 s"):
+        await SGLangClient(server, timeout=0.2).generate(input_ids=PROMPT, sampling_params=LONG)

@@ -22,6 +22,7 @@ from recipe.atropos.launcher.launch import watch
 from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.run import record as run_record
 from recipe.atropos.run.record import read_metrics
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient
 from recipe.atropos.utils.process import ServiceFailed, free_port
 
 LAUNCH = [sys.executable, "-m", "recipe.atropos.launch_services"]
@@ -97,8 +98,7 @@ def test_join_announces_who_comes_and_says_why_no_batch_does(tmp_path, impatient
 
     async def looks(join, count):
         for _ in range(count):
-            async with run.api_client(api.url) as client:
-                await join.poll(await client.diagnose())
+            await join.poll(await run.ask_api(api.url, TrajectoryApiClient.diagnose))
             await asyncio.sleep(0.15)
         return re.sub(r"\s+", " ", capsys.readouterr().out)
 

@@ -153,10 +153,10 @@ def test_probe_catches_other_weights_and_older_keys(fitted, model_path, server, 
 
 async def load(server, folder, version, flush_cache, resume=False):
     """What a push does, one part of it: the server takes the weights of a folder under a version's name."""
-    async with SGLangClient(server) as client:
-        await client.update_weights_from_disk(folder, version, flush_cache=flush_cache)
-        if resume:
-            await client.resume()
+    client = SGLangClient(server)
+    await client.update_weights_from_disk(folder, version, flush_cache=flush_cache)
+    if resume:
+        await client.resume()
 
 
 def fit(model_path, server, run_dir, folder, groups, *overrides):

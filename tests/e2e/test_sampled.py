@@ -212,11 +212,11 @@ async def test_aborted_samples_are_asked_for_again(route, model_path, url):
     asked = {"n": 4, "max_tokens": 400, "extra_body": {"ignore_eos": True}, "logprobs": route == "plain"}
     messages = [{"role": "user", "content": "go"}]
     task = asyncio.create_task(env.server.chat_completion(messages=messages, **asked))
-    async with SGLangClient(url, KEY) as client:
-        while not task.done() and not env.report.counts["aborted_samples"]:
-            await asyncio.sleep(0.3)
-            await client.pause("abort")
-            await client.resume()
+    client = SGLangClient(url, KEY)
+    while not task.done() and not env.report.counts["aborted_samples"]:
+        await asyncio.sleep(0.3)
+        await client.pause("abort")
+        await client.resume()
     answer = await task
     assert env.report.counts["aborted_samples"] > 0
     assert [(c.index, c.finish_reason) for c in answer.choices] == [(i, "length") for i in range(4)]
@@ -227,8 +227,8 @@ async def test_aborted_samples_are_asked_for_again(route, model_path, url):
 
 @pytest.mark.parametrize("key", [None, "wrong"])
 async def test_a_wrong_key_is_named(url, key):
-    async with SGLangClient(url, key) as client:
-        for call in (client.model_info, client.flush_cache, client.capabilities):
-            with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
-                await call()
-            assert error.value.status == 401
+    client = SGLangClient(url, key)
+    for call in (client.model_info, client.flush_cache, client.capabilities):
+        with pytest.raises(InferenceError, match="HTTP 401.*API key") as error:
+            await call()
+        assert error.value.status == 401

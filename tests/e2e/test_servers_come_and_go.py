@@ -102,15 +102,14 @@ def trainer(cluster, model_path, servers, gateway, tmp_path_factory):
 
 
 async def healthy(url):
-    async with SGLangClient(url, KEY) as client:
-        await wait_healthy(client, 200)
+    await wait_healthy(SGLangClient(url, KEY), 200)
 
 
 async def generate(url, length=LENGTH, timeout=120):
     """(weight version, first tokens) of a greedy answer."""
     parameters = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
-    async with SGLangClient(url, KEY, timeout=timeout) as client:
-        reply = await client.generate(input_ids=PROMPT, sampling_params=parameters)
+    client = SGLangClient(url, KEY, timeout=timeout)
+    reply = await client.generate(input_ids=PROMPT, sampling_params=parameters)
     return reply["meta_info"]["weight_version"], tuple(reply["output_ids"][:COMPARED])
 
 

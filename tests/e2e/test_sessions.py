@@ -63,11 +63,7 @@ class Served:
         self.start()
 
     def call(self, method, *args, **fields):
-        async def inner():
-            async with SessionClient(self.url, KEY) as client:
-                return await getattr(client, method)(*args, **fields)
-
-        return asyncio.run(inner())
+        return asyncio.run(getattr(SessionClient(self.url, KEY), method)(*args, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +123,7 @@ def environment(model_path, server, sessions, monkeypatch, items, **fields):
 def collected(env):
     async def inner():
         await env.setup()
-        try:
-            return await env.collect_trajectories(await env.get_next_item())
-        finally:
-            await env._sessions.__aexit__()
+        return await env.collect_trajectories(await env.get_next_item())
 
     return asyncio.run(inner())[0]
 

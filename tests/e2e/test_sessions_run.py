@@ -66,7 +66,6 @@ async def collect():
         assert env._server.pid != first
         return group, again, env.report.counts
     finally:
-        await env._sessions.__aexit__()
         env._server.stop()
 
 print(json.dumps(asyncio.run(collect())))

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.sglang import running_sglang
 from helpers.waiting import until
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, start_sglang
 from recipe.atropos.utils.process import ServiceFailed
 
@@ -46,8 +47,7 @@ def test_no_process_of_the_server_outlives_a_killed_launcher(model_path, tmp_pat
         "from helpers.sglang import running_sglang\n"
         "from recipe.atropos.inference.client import SGLangClient\n"
         "async def sample(url):\n"
-        "    async with SGLangClient(url) as client:\n"
-        f"        await client.generate(input_ids={PROMPT}, sampling_params={{'n': 4, 'max_new_tokens': 4}})\n"
+        f"    await SGLangClient(url).generate(input_ids={PROMPT}, sampling_params={{'n': 4, 'max_new_tokens': 4}})\n"
         f"with running_sglang({str(model_path)!r}, log_path='s.log') as (service, url):\n"
         "    asyncio.run(sample(url))\n"
         "    print(*[p.pid for p in service.members()], flush=True); time.sleep(600)"
@@ -64,6 +64,6 @@ def test_no_process_of_the_server_outlives_a_killed_launcher(model_path, tmp_pat
 
 @pytest.mark.timeout(30)
 def test_a_missing_model_folder_is_an_error_at_once(tmp_path):
-    for path, message in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "has no config.json")):
-        with pytest.raises(LaunchError, match=message):
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ConfigurationError, match=rf"{path}: no model there \(no config.json\)"):
             check_launch(SGLangLaunch(str(path)))

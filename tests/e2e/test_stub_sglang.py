@@ -33,7 +33,8 @@ async def test_stub_answers_as_the_real_server(any_server, model_path, tmp_path)
             await call
         assert refusal.value.status == status
 
-    async with any_server as url, SGLangClient(url, timeout=30) as client:
+    async with any_server as url:
+        client = SGLangClient(url, timeout=30)
         capabilities = await client.capabilities()
         assert capabilities.weight_update_session and capabilities.pause_modes == {"abort", "retract", "in_place"}
         assert {"tp_size", "dp_size", "pp_size", "device"} <= capabilities.arguments.keys()

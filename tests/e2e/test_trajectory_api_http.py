@@ -70,7 +70,7 @@ BODIES = st.one_of(
     mutated(),
     VALUES.map(lambda value: json.dumps(value).encode()),
     st.binary(max_size=60),
-    st.just(wire.join([ScoredGroup.from_mapping(group(1)).pack()])),
+    st.just(ScoredGroup.from_mapping(group(1)).pack()),
     ODD_MESSAGES,
     st.just(b"[" * 3000),
 )

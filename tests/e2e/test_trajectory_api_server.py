@@ -11,7 +11,7 @@ import requests
 
 from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
-from recipe.atropos.data.scored_group import unpack
+from recipe.atropos.data.scored_group import unpack_all
 from recipe.atropos.trajectory_api import wire
 
 PROGRAM = [sys.executable, "-m", "recipe.atropos.trajectory_api"]
@@ -33,7 +33,7 @@ def test_a_batch_is_the_same_when_asked_again(api):
     api.restart()
     assert api.session.get(f"{api.url}/batch?after=0").content == first
     assert api.session.get(f"{api.url}/batch?after=0", headers={"Accept": wire.PACKED}).content == packed.content
-    assert [unpack(record).scores[0] for record in wire.split(packed.content)] == [1.0, 2.0]
+    assert [group.scores[0] for group in unpack_all(packed.content)] == [1.0, 2.0]
 
 
 def test_an_older_trainer_is_refused_and_its_long_poll_ends(api):

@@ -5,7 +5,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from recipe.atropos.data.scored_group import FIELDS, FLOATS
-from recipe.atropos.trajectory_api import wire
 
 _DTYPES = {"i1": "i1", "i4": "i4", "i8": "i8", "f4": "f4", "f8": "f8", "bits": "u1", "f2": "f2", "": "f8"}
 _USUAL = {"lengths": "i4", "tokens": "i4", "masks": "i4", "scores": "f8", "inference_logprobs": "f4"}
@@ -57,4 +56,4 @@ def _json(header):
     return b"{" + b",".join(b'"%s":%s' % (key.encode(), value) for key, value in text.items()) + b"}"
 
 
-ODD_MESSAGES = st.lists(_odd_records(), min_size=1, max_size=2).map(wire.join)
+ODD_MESSAGES = st.lists(_odd_records(), min_size=1, max_size=2).map(b"".join)

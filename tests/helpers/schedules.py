@@ -346,9 +346,9 @@ class Schedule:
                 await self.sleep(1.0)
                 continue
             written = self.random.random() < 0.8
-            delivery.stock_delivered(self.service, self.service.epoch, number, written)
             self._check_batch(number)
             if written:
+                delivery.stock_delivered(self.service, self.service.epoch, number)
                 assert number not in self.updates_after, "each batch is sent once"
                 await self.sleep(TRAIN_SECONDS)
                 self.updates += 1

@@ -41,11 +41,10 @@ def running_sglang(model_path: Path | str, *, timeout: float = 240.0, **launch: 
 
 
 def call(url: str, action: Callable[[SGLangClient], Awaitable[Any]], timeout: float = 30) -> Any:
-    """What ``action`` returns of a client that is open for it alone; ``timeout`` in seconds."""
+    """What ``action`` returns of a client of its own; ``timeout`` in seconds."""
 
     async def inner() -> Any:
-        async with SGLangClient(url, timeout=timeout) as client:
-            return await action(client)
+        return await action(SGLangClient(url, timeout=timeout))
 
     return asyncio.run(inner())
 

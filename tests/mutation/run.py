@@ -51,7 +51,6 @@ _PUSH = ["test_push.py", "test_weight_manager.py"]
 TESTS = {
     "data/rows.py": _ROWS,
     "data/reading.py": _ROWS,
-    "data/teacher.py": _ROWS,
     "data/data_proto.py": _ROWS,
     "algorithm/advantages.py": ["test_estimators.py", "test_advantages.py"],
     "algorithm/estimators.py": ["test_estimators.py"],

@@ -31,7 +31,8 @@ TARGET is MODULE, MODULE:Class, FILE.py or FILE.py:Class, any subclass of atropo
 only where there are several. The flags are BaseEnv's (--env.KEY, --openai.KEY, --config FILE); --help after a target
 lists them. Here --openai.KEY always counts, a negative number may follow a space, an unknown flag is an error.
 --adapter.report=FILE adds lines of counts to a file;
---reward-bridge FILE.yaml shapes its scores; --check ends before the environment is built, with its flags checked.
+--reward-bridge FILE.yaml, or the block {...} itself, shapes its scores; --check ends before the environment is built,
+with its flags checked.
 What else differs from running the environment itself: docs/environments.md.
 """
 

@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 900.0  # longer than the gateway holds a request while no serv
 
 
 class WrongKey(EnvironmentFailure):
-    """The server requires an API key, and rejects the given one."""
+    """The server requires an API key, and rejects the given one; or none is known, nor a server."""
 
 
 def complete(
@@ -48,7 +48,7 @@ def complete(
     ``given``, ``env_given``: the servers' and the environment's values from flags and file. ``serves``: it will serve.
 
     Raises:
-        WrongKey: a server rejects the key; names the variable to set.
+        WrongKey: a server rejects the key, names the variable to set; or it has no address.
     """
     uses_wandb = env.use_wandb or not serves  # atroposlib turns it on to evaluate and to process, whatever the default
     if uses_wandb and "use_wandb" not in env_given:
@@ -86,10 +86,13 @@ def _complete(server: APIServerConfig, given: Mapping[str, Any]) -> APIServerCon
     if _is_plain(url) and "server_type" not in given and server.server_type == "openai":
         _say(f"{url} is assumed to be an SGLang server (--openai.server_type=sglang)")
         changes["server_type"] = "sglang"
-    key = os.environ.get(API_KEY_VARIABLE)
-    if key and _is_plain(url) and "api_key" not in given and server.api_key in (None, "", "x"):
-        _say(f"the key for {url} is that of ${API_KEY_VARIABLE} (--openai.api_key)")
-        changes["api_key"] = key
+    key, has_key = os.environ.get(API_KEY_VARIABLE), "api_key" in given or server.api_key not in (None, "", "x")
+    if _is_plain(url) and not has_key:
+        changes["api_key"] = key or "x"
+        if key:
+            _say(f"the key for {url} is that of ${API_KEY_VARIABLE} (--openai.api_key)")
+    elif not (url or has_key or "OPENAI_API_KEY" in os.environ):
+        raise WrongKey("where the policy is served is not known: give --openai.base_url=http://HOST:PORT/v1")
     return server.model_copy(update=changes)
 
 
@@ -106,7 +109,8 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
     parts = urlsplit(base_url)
     try:
         socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
-        info = asyncio.run(_model_info(APIServerConfig(base_url=base_url, api_key=api_key)))
+        server = APIServerConfig(base_url=base_url, api_key=api_key)
+        info = asyncio.run(client_of(server, _ANSWER_SECONDS).model_info())
     except InferenceError as error:
         if error.status in (401, 403):
             raise WrongKey(
@@ -119,11 +123,6 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
         return None
     model = info.get("model_path") if isinstance(info, dict) else None  # else another program's page
     return model and (model, info.get("tokenizer_path") or model)
-
-
-async def _model_info(server: APIServerConfig) -> dict[str, Any]:
-    async with client_of(server, _ANSWER_SECONDS) as client:
-        return await client.model_info()
 
 
 def _say(text: str) -> None:

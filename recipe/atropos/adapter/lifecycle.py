@@ -202,9 +202,8 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> bo
         with contextlib.suppress(Exception):  # some templates need more than one user message
             text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
     try:
-        async with client_of(server.config, _ANSWER) as client:
-            theirs = await client.tokenize(text)
-            info = await client.model_info()
+        client = client_of(server.config, _ANSWER)
+        theirs, info = await client.tokenize(text), await client.model_info()
     except InferenceError as error:
         if error.status not in (400, 404, 405, 422, 501):
             return False

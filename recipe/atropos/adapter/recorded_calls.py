@@ -87,7 +87,6 @@ class Calls:
 
     def __init__(self, tokenizer: Any, count: Callable[[str, int], None]):
         self.count = count
-        self._temperature = default_temperature()
         self.caches = {"train": CompletionCache(tokenizer), "eval": CompletionCache(tokenizer, EVALUATION)}
 
     @property
@@ -105,7 +104,7 @@ class Calls:
 
     def with_temperature(self, params: dict[str, Any]) -> dict[str, Any]:
         """Return a call's parameters, in training with the trainer's temperature if they have none."""
-        return {"temperature": self._temperature, **params} if self.cache is self.caches["train"] else params
+        return {"temperature": default_temperature(), **params} if self.cache is self.caches["train"] else params
 
     async def sample(
         self, server: SGLangServer, ids: list[int], params: dict[str, Any], timeout: float | None
@@ -121,8 +120,7 @@ class Calls:
         params = {**params, **sampling.request()}
 
         async def request(n: int) -> list[SampledReply]:
-            async with client:
-                answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
+            answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
             found = map(read_reply, answers if isinstance(answers, list) else [answers])
             return [reply for reply in found if reply is not None]
 

@@ -187,9 +187,11 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
             f"none of its {len(rows)} sequences has a whole reply of an SGLang server of the environment; text of "
             "other origin, such as a data set's answers, is not trained on",
         )
-    group["tokens"] = [row.tokens for row in rows]
-    group["masks"] = [row.masks for row in rows]
-    group["inference_logprobs"] = [row.logprobs for row in rows]
+    group |= {
+        "tokens": [row.tokens for row in rows],
+        "masks": [row.masks for row in rows],
+        "inference_logprobs": [row.logprobs for row in rows],
+    }
     for name in _PER_TOKEN:
         if group.get(name):
             group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]

@@ -94,8 +94,12 @@ async def shape(
     except TimeoutError as error:
         raise RefusedGroup(Reason.MARKER_TIMEOUT, str(error)) from error
     scores = [bridge.shaped(score, each, step) for score, each in zip(raw, terms, strict=True)]
-    observed = {"score/raw": raw, "score/shaped": scores, "shaping/weight": [bridge.weight(step)]}
-    observed |= {f"shaping/{name}": [each[name] for each in terms] for name in terms[0]}
+    observed = {
+        "score/raw": raw,
+        "score/shaped": scores,
+        "shaping/weight": [bridge.weight(step)],
+        **{f"shaping/{name}": [each[name] for each in terms] for name in terms[0]},
+    }
     for name, values in observed.items():
         report.observe(name, *values)
     if equal:

@@ -87,8 +87,7 @@ async def top_logprobs(server: SGLangServer, *, input_ids: list[int], top_k: int
     Raises:
         InferenceError: the request failed; names the server. atroposlib retries such a call.
     """
-    async with client_of(server.config) as client:
-        meta = await _prompt_logprobs(client, input_ids, top_logprobs_num=max(1, top_k))
+    meta = await _prompt_logprobs(client_of(server.config), input_ids, top_logprobs_num=max(1, top_k))
     found = meta["input_top_logprobs"]
     return {
         "prompt_tokens": list(input_ids),
@@ -134,8 +133,7 @@ async def taught_logprobs(
         found = (await _prompt_logprobs(client, ids, start))["input_token_logprobs"]
         return [0.0] * first + [value for value, *_ in found[len(found) - (len(tokens) - first) :]]
 
-    async with client:
-        text = tokenizer.decode(group["tokens"][0])
-        if teacher.base_url and await client.tokenize(text) != tokenizer.encode(text, add_special_tokens=False):
-            raise CreditError(f"environment.credit.teacher.base_url={teacher.base_url}: not the policy's tokenizer")
-        return await asyncio.gather(*map(judged, group["tokens"], group["masks"]))
+    text = tokenizer.decode(group["tokens"][0])
+    if teacher.base_url and await client.tokenize(text) != tokenizer.encode(text, add_special_tokens=False):
+        raise CreditError(f"environment.credit.teacher.base_url={teacher.base_url}: not the policy's tokenizer")
+    return await asyncio.gather(*map(judged, group["tokens"], group["masks"]))

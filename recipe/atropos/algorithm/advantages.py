@@ -175,8 +175,7 @@ def _scored_trajectories(rows: DataProto, needs: Estimator, kl_in_reward: bool) 
     _refuse_dropped(dropped, needs, kl_in_reward)
     lost = [row for group in dropped.values() for row in group]
     uid = np.array([*others["uid"], *(uid for uid, group in dropped.items() for _ in group)], dtype=object)
-    of_dropped = dict(zip(others["uid"], others["dropped_trajectories"], strict=True))
-    numbers = [*others["trajectory"], *(number for uid in dropped for number in of_dropped[uid])]
+    numbers = [*others["trajectory"], *(row.trajectory for row in lost)]
     _, first, index = np.unique(trajectory_of(uid, numbers), return_index=True, return_inverse=True)
     if not needs.scores_only:
         if len(first) < len(index):

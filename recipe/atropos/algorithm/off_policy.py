@@ -6,6 +6,9 @@ of their tokens is rejected, and they are in no metric. (In bypass mode the loss
 a row has the trainer's own logprobs, so its ratio starts at 1.)
 """
 
+import contextlib
+from typing import Any
+
 import numpy as np
 import torch
 from omegaconf import DictConfig, open_dict
@@ -53,7 +56,8 @@ def compare_with_engine(rows: DataProto, version: int, correction: DictConfig) -
         fresh = fresh.repeat_interleave(mask.sum(-1))
         metrics["atropos/logprob_diff/fresh_mean"] = difference[fresh].mean().item()
     if not correction.bypass_mode:
-        metrics |= compute_rollout_correction_and_add_to_batch(known, correction)[1]
+        with contextlib.suppress(ZeroDivisionError):  # as in ``_weights``
+            metrics |= compute_rollout_correction_and_add_to_batch(known, correction)[1]
     return metrics
 
 
@@ -72,11 +76,9 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
         sampled["response_mask"] = tensors["response_mask"]
         if config.rollout_is:
             options = {key: config[key] for key in _WEIGHTED_BY}
-            # Normalization is over all rows; of weights that are all 0, as IcePop's may be, verl's metrics divide by 0.
-            whole = config.rollout_is_batch_normalize or "_" in str(config.rollout_is_threshold)
-            at_once = len(indices) if whole else _ROWS_AT_ONCE
+            at_once = len(indices) if config.rollout_is_batch_normalize else _ROWS_AT_ONCE  # it is over all rows
             parts = zip(*(values.split(at_once) for values in sampled.values()), strict=True)
-            weights[indices] = torch.cat([compute_rollout_correction_weights(*part, **options)[0] for part in parts])
+            weights[indices] = torch.cat([_weights(*part, **options) for part in parts])
         if config.rollout_rs:
             options = {key: config[key] for key in ("rollout_rs", "rollout_rs_threshold")}
             kept, _ = compute_rollout_rejection_mask(**sampled, **options)
@@ -86,6 +88,14 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
             rows.batch["token_level_rewards"] = _rewards_on(rows.batch["token_level_rewards"], mask.bool())
     if config.rollout_is:
         rows.batch["rollout_is_weights"] = weights
+
+
+def _weights(log_ratio: torch.Tensor, response_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return verl's importance weights, (B, R)."""
+    try:
+        return compute_rollout_correction_weights(log_ratio, response_mask, **options)[0]
+    except ZeroDivisionError:  # in verl's metrics of weights that are all 0, as IcePop's may be
+        return torch.zeros_like(log_ratio)
 
 
 def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

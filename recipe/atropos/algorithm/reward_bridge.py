@@ -292,20 +292,21 @@ def parse_bridge(block: Any, name: str = KEY) -> RewardBridge:
 
 
 def read_bridge(path: str | Path) -> RewardBridge:
-    """Return the bridge of a YAML file that holds the block, with or without its key.
+    """Return the bridge of a YAML file that holds the block, with or without its key, or of the block itself, {...}.
 
     Raises:
         RewardBridgeError: the file cannot be read, is not YAML, or ``parse_bridge`` rejects it.
     """
+    inline = str(path).startswith("{")
     try:
-        block = yaml.safe_load(Path(path).read_text())
+        block = yaml.safe_load(path if inline else Path(path).read_text())
         return parse_bridge(block[KEY] if isinstance(block, Mapping) and list(block) == [KEY] else block)
     except OSError as error:
         raise RewardBridgeError(f"{path}: {error.strerror}; give a YAML file with the block {KEY}") from error
     except yaml.YAMLError as error:
         raise RewardBridgeError(f"{path} is not valid YAML: {error}") from error
     except RewardBridgeError as error:
-        raise RewardBridgeError(f"{path}: {error}") from error
+        raise RewardBridgeError(f"{'in the block' if inline else path}: {error}") from error
 
 
 def _explain(error: Mapping[str, Any], name: str) -> str:

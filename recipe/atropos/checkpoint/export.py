@@ -30,16 +30,16 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
 from recipe.atropos.checkpoint.safetensors_writer import write_safetensors
-from recipe.atropos.checkpoint.shards import Shards, ShardsError
+from recipe.atropos.checkpoint.shards import Shards
 from recipe.atropos.checkpoint.store import (
     ADAPTER_CONFIG,
     COMPLETE,
-    CheckpointDamaged,
     checkpoints_of,
     choose_checkpoint,
     step_of,
     verify,
 )
+from recipe.atropos.config.models import needs_no_trust
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.tensors.format import TENSOR_NAMES, CheckpointFormat, model_file
@@ -47,10 +47,6 @@ from recipe.atropos.utils.files import read_json, replace_folder, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt)(\.index\.json)?")  # of save_contents=[hf_model], in bfloat16
-
-
-class ExportError(AtroposError, RuntimeError):
-    """A checkpoint that cannot be exported; the message says why."""
 
 
 # ---------------------------------------------------------------- checkpoint
@@ -66,7 +62,7 @@ class _Checkpoint:
         self.shards = Shards(actor)
         names = read_json(actor / TENSOR_NAMES, kind=list)
         if names is None:
-            raise ExportError(
+            raise AtroposError(
                 f"{actor} has no {TENSOR_NAMES}: an older version of the recipe saved it; resume the run with this one "
                 "until it saves a checkpoint"
             )
@@ -83,7 +79,7 @@ class _Checkpoint:
         """Return the whole model under its checkpoint's names: meta tensors, and the real tensors in the same order.
 
         Raises:
-            ExportError: the shards and the model's class have different tensors.
+            AtroposError: the shards and the model's class have different tensors.
         """
         model, weights = self.model, Mapping.items
         if self.adapted:
@@ -104,7 +100,7 @@ class _Checkpoint:
         tied, unsaved = self.format.tied, set(model._keys_to_ignore_on_save or ())
         if like.keys() != self._names:
             differing = sorted(like.keys() ^ self._names)
-            raise ExportError(f"{self.shards.folder}: {len(differing)} tensors too many or too few: {differing[:5]}")
+            raise AtroposError(f"{self.shards.folder}: {len(differing)} tensors too many or too few: {differing[:5]}")
         like = {name: t for name, t in like.items() if tied.get(name) not in like and name not in unsaved}
         return like, _without_tied(stream(self.shards), like, tied)
 
@@ -149,18 +145,12 @@ def _without_attention(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_meta(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model on the meta device; raise ConfigurationError if it has custom code that is not trusted."""
-    try:
+    with needs_no_trust(folder, trust_remote_code), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         # The same class as in verl's training.
         several = type(config) in AutoModelForImageTextToText._model_mapping.keys()
         auto_class = AutoModelForImageTextToText if several else AutoModelForCausalLM
-        with torch.device("meta"):
-            return auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
-    except ValueError as error:
-        if trust_remote_code or "auto_map" not in read_json(folder / CONFIG_NAME, {}):
-            raise
-        problem = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
-        raise ConfigurationError(f"{folder} {problem}") from error
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code, attn_implementation="eager")
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -182,7 +172,7 @@ def _without_tied(
     """Yield the tensors that are in ``like``.
 
     Raises:
-        ExportError: at the end, if a tensor left out of ``like`` as tied to another has different values.
+        AtroposError: at the end, if a tensor left out of ``like`` as tied to another has different values.
     """
     compared, sums = {*tied, *tied.values()}, {}
     for name, tensor in tensors:
@@ -192,7 +182,7 @@ def _without_tied(
             yield name, tensor
     for name, other in tied.items():
         if name not in like and name in sums and sums[name] != sums[other]:
-            raise ExportError(f"{name} and {other} are one tensor by the model's configuration, and have other values")
+            raise AtroposError(f"{name} and {other} are one tensor by the model's configuration, and have other values")
 
 
 # ---------------------------------------------------------------- export
@@ -214,7 +204,7 @@ def export_checkpoint(
     ``trust_remote_code``: the model's custom code may run, whatever the run's configuration says.
 
     Raises:
-        ExportError, ShardsError, CheckpointDamaged: it cannot be exported.
+        AtroposError: it cannot be exported.
         ConfigurationError: ``adapter`` does not fit the checkpoint, or it was removed meanwhile, the model has custom
             code that is not trusted, ``dtype`` cannot hold a value, or ``out`` is a mount point or holds something
             other than an export.
@@ -225,7 +215,7 @@ def export_checkpoint(
     config, wanted = read_config_yaml(run.config), dtype and getattr(torch, dtype)
     try:
         source = _Checkpoint(checkpoint, config, trust_remote_code)
-    except (CheckpointDamaged, ShardsError, ExportError, OSError) as error:
+    except (AtroposError, OSError) as error:
         if (checkpoint / COMPLETE).exists():
             raise
         raise ConfigurationError(f"{checkpoint} was removed meanwhile, by the run's trainer: choose another") from error
@@ -275,7 +265,7 @@ def export_last(run: RunDir) -> str | None:
     return what ``export_checkpoint`` does. With ``save_freq=-1`` it is of an earlier step, and is not exported.
 
     Raises:
-        ExportError, ShardsError, CheckpointDamaged, ConfigurationError, DiskFull: as in ``export_checkpoint``.
+        AtroposError: as in ``export_checkpoint``.
     """
     config = read_config_yaml(run.config)
     if config.trainer.save_freq <= 0 or not checkpoints_of(run).whole():

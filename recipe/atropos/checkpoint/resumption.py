@@ -41,7 +41,8 @@ def prepare_folder(
 
     Raises:
         ConfigurationError: the folder has another format, its checkpoints are another run's or cannot be written, or
-            the checkpoint to resume from is of another model, of another number of ranks, or beyond the last step.
+            the checkpoint to resume from is of another model, of another number or layout of ranks, or beyond the last
+            step.
         RunDirError: a file of the folder is damaged.
     """
     folder.check_format()
@@ -94,12 +95,29 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
             f"trainer.nnodes * trainer.n_gpus_per_node = {ranks}, and {resumed} was saved by {max(saved)} ranks: give "
             "as many, or begin another run with its model (verl-atropos export)"
         )
+    owner = Checkpoints(resumed.parent).run_dir() if resumed else ""
+    then = _layout(OmegaConf.create(read_yaml(RunDir(owner).config))) if owner and RunDir(owner).config.exists() else {}
+    for key, now in _layout(config).items():
+        if then.get(key, now) != now:
+            raise ConfigurationError(
+                f"{key}={OmegaConf.select(config, key)}, and {resumed} was saved with {then[key]}: give that, or begin "
+                "another run with its model (verl-atropos export)"
+            )
     if resumed and step_of(resumed) > (steps := config.trainer.total_training_steps):
         raise ConfigurationError(
             f"trainer.total_training_steps={steps}, and {resumed} was trained further: give at least its step "
             "(--steps), or another folder (--run-dir)"
         )
     return resumed
+
+
+def _layout(config: DictConfig) -> dict[str, Any]:
+    """Return what decides on the shards of a checkpoint, beside the number of ranks; of an old configuration, less."""
+    keys = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.fsdp_config.fsdp_size")
+    strategy, size = (OmegaConf.select(config, key) for key in keys)
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    found = dict(zip(keys, (strategy, size if size is None or 0 < size < ranks else -1), strict=True))
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _own_checkpoints(folder: RunDir, config: DictConfig) -> Checkpoints:

@@ -25,10 +25,6 @@ _NAMES = {
 }
 
 
-class UnsupportedDtype(AtroposError, TypeError):
-    """A tensor has a dtype that cannot be written; the message names it."""
-
-
 def write_safetensors(
     folder: Path, stem: str, like: Mapping[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> int:
@@ -39,7 +35,7 @@ def write_safetensors(
 
     Raises:
         ValueError: ``tensors`` do not match ``like``.
-        UnsupportedDtype.
+        AtroposError: a tensor has a dtype that cannot be written.
     """
     split = split_state_dict_into_shards_factory(
         like,
@@ -59,8 +55,7 @@ def write_safetensors(
     for name in split.filename_to_tensors:
         sync(folder / name)
     if split.is_sharded:
-        parameters = sum(tensor.numel() for tensor in like.values())
-        metadata = {"total_parameters": parameters, **split.metadata}
+        metadata = {"total_parameters": sum(tensor.numel() for tensor in like.values()), **split.metadata}
         index = orjson.dumps({"metadata": metadata, "weight_map": split.tensor_to_filename}, option=orjson.OPT_INDENT_2)
         (folder / f"{stem}.safetensors.index.json").write_bytes(index)
     return split.metadata["total_size"]
@@ -72,7 +67,7 @@ def _write_header(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, int
     for name in sorted(like, key=lambda name: -like[name].element_size()):  # aligns each tensor to its element size
         tensor, begin = like[name], end
         if tensor.dtype not in _NAMES:
-            raise UnsupportedDtype(f"{name} is {tensor.dtype}, and {', '.join(_NAMES.values())} are written")
+            raise AtroposError(f"{name} is {tensor.dtype}, and {', '.join(_NAMES.values())} are written")
         end += tensor.nbytes
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     encoded = orjson.dumps(header)

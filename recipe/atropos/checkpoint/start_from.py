@@ -42,10 +42,6 @@ def forget_start(folder: RunDir) -> None:
         shutil.rmtree(folder.start, ignore_errors=True)
 
 
-class NotExported(AtroposError, RuntimeError):
-    """The other run's weights could not be copied; the message holds the last lines of the export."""
-
-
 @dataclass(frozen=True)
 class Start:
     """Weights that the run in ``folder`` starts from: a LoRA adapter with PEFT's configuration ``adapter``, or a model.
@@ -140,7 +136,7 @@ class Start:
         """Copy the weights unless they are there; the caller must hold the folder's lock.
 
         Raises:
-            NotExported: the export failed.
+            AtroposError: the export failed; with its last lines.
         """
         origin = {"run": str(self.source.path), "step": self.step}
         began = read_json(self.folder.summary, {}).get("resumed_from", {})
@@ -153,6 +149,6 @@ class Start:
             command += ["--trust-remote-code"] if self.trust_remote_code else []
             status, printed = run_command("export", command, log_path=self.folder.log("start"))
             if status != 0:
-                raise NotExported(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
+                raise AtroposError(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")
             self.folder.mark_format()  # else the summary alone looks like a run from before there was a format
             update_summary(self.folder.path, {"resumed_from": {**origin, "base": base}})

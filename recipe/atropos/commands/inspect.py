@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.config.models import needs_no_trust
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
 from recipe.atropos.utils.files import printable
@@ -65,14 +65,9 @@ def show(
     config = load_recorded(files.config)
     config.run.dir, model = str(files.path), config.actor_rollout_ref.model
     model.trust_remote_code = trust_remote_code
-    try:
+    with needs_no_trust(model.path, trust_remote_code):
         rows = rows_of_step(config, step)
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trust_remote_code)
-    except ValueError as error:
-        if trust_remote_code or "trust_remote_code" not in str(error):
-            raise
-        problem = "is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
-        raise ConfigurationError(f"{model.path} {problem}") from error
     row = find_row(rows, group, sequence)
     tokens = list(tokens_of_row(rows, row, tokenizer))
     trained = [token for token in tokens if token["trained"]]

@@ -211,12 +211,11 @@ def activations(model: PreTrainedModel, tokens: int, checkpointed: bool) -> int:
 
     With gradient checkpointing, each layer saves its input, and one layer at a time saves everything it computes.
     """
-    layers = decoder_layers(model)
     kept = _kept_by_layers(model, tokens)
     if not checkpointed:
         return sum(kept)
     hidden = model.config.get_text_config().hidden_size
-    return len(layers) * tokens * hidden * _COMPUTED.itemsize + max(kept)
+    return len(kept) * tokens * hidden * _COMPUTED.itemsize + max(kept)
 
 
 def _kept_by_layers(model: PreTrainedModel, tokens: int) -> list[int]:
@@ -274,7 +273,7 @@ def _launch(config: DictConfig) -> SGLangLaunch:
 def _server(config: DictConfig, model: PreTrainedModel, memory: int) -> ServerPlan:
     text = model.config.get_text_config()
     flags = _launch(config).extra_args
-    gpus = int(flags.get("tp_size") or 1) * int(flags.get("pp_size") or 1)  # each data-parallel rank has all of it
+    gpus = int(flags.get("tp_size") or 1)  # each data-parallel rank has all of it
     weights = _bytes(config.inference.dtype) * parameters_of(model) // gpus
     share = float(
         flags.get("mem_fraction_static")

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from recipe.atropos.checkpoint.store import checkpoints_of
 from recipe.atropos.config.compose import (
     compose_values,
+    differences,
     given_keys,
     given_values,
     leaves,
@@ -36,7 +35,7 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
     """Train on the batches of ``run``; return True if the weights of the last step equal the run's.
 
     Raises:
-        ConfigurationError, FileNotFoundError, DataSourceError: there is nothing to replay.
+        ConfigurationError, FileNotFoundError, TrajectoryStoreError: there is nothing to replay.
     """
     from recipe.atropos.main import run as train
 
@@ -83,9 +82,7 @@ def _changes(run: RunDir, overrides: Sequence[str]) -> dict[str, Any]:
     if run.given.exists():  # of an earlier version none, whose followers stay as recorded
         own = with_values(shipped(None), dict(leaves(read_yaml(run.given))) | {MODEL_KEY: "any"})
     changed = compose_values(given_values(overrides), base=own)
-    before, after = (dict(leaves(OmegaConf.to_container(resolved(config)))) for config in (own, changed))
-    given = given_keys(overrides)
-    return {key: value for key, value in after.items() if key in given or key not in before or before[key] != value}
+    return differences(resolved(changed), resolved(own), given_keys(overrides))
 
 
 def differing_tensors(one: Path, other: Path) -> list[str]:

@@ -66,7 +66,6 @@ class Verified:
     exchanges: list[RecordedExchange]
     returned: Any = None
     posted: list[dict[str, Any]] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=dict)  # by the environment itself
     warnings: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     report: ConversionReport = field(default_factory=ConversionReport)
@@ -103,8 +102,7 @@ async def verify(
         url = getattr(server, "base_url", None) or "http://localhost:9001"
     url = url.rstrip("/").removesuffix("/v1")
     api_key = os.environ.get(API_KEY_VARIABLE) or "x"
-    async with SGLangClient(url, os.environ.get(API_KEY_VARIABLE), timeout=10.0) as client:
-        await client.model_info()
+    await SGLangClient(url, os.environ.get(API_KEY_VARIABLE), timeout=10.0).model_info()
     server = APIServerConfig(
         model_name=config.tokenizer_name,
         tokenizer_name=config.tokenizer_name,
@@ -139,7 +137,6 @@ async def verify(
     finally:
         logging.getLogger().removeHandler(warnings)
     result.warnings = [*dict.fromkeys(record.getMessage() for record in warnings.buffer)]
-    result.counts = dict(env.report.counts)
     vocabulary = AutoConfig.from_pretrained(config.tokenizer_name).get_text_config().vocab_size
     limits = RowLimits(config.max_token_length, pad_token_id=0, vocab_size=vocabulary)
     result.rows, result.report = read_groups(posted, limits)
@@ -218,7 +215,7 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
     console.rule("what was left out, and why", align="left")
     reasons = [
         *([] if result.returned or result.error else [f"collect_trajectories made {result.returned!r}: no group"]),
-        *(f"the environment's count {name}: {n}" for name, n in result.counts.items()),
+        *(f"the environment's count {name}: {n}" for name, n in env.report.counts.items()),
         *(f"the log: {message}" for message in result.warnings),
         *(f"the trainer dropped {n} sequences as {reason}" for reason, n in result.report.dropped.items()),
         *(f"the trainer: {message}" for message in result.report.messages),

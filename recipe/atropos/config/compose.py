@@ -26,7 +26,7 @@ import importlib.util
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,7 @@ def _read(file: Any, named: bool) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigurationError(f"config={file}: it holds no mapping of keys to values")
     if complete and named:
-        del found["run"]["dir"]
+        (found.get("run") or {}).pop("dir", None)
     for key in ("defaults", "hydra"):
         if key in found:
             raise ConfigurationError(
@@ -286,10 +286,12 @@ def _read(file: Any, named: bool) -> dict[str, Any]:
     return found
 
 
-def differences(config: DictConfig) -> dict[str, Any]:
-    """Return the values of ``config``, with interpolations, that ``trainer.yaml`` does not have, by dotted key."""
-    old, new = (dict(leaves(OmegaConf.to_container(each))) for each in (shipped(None), config))
-    return {key: value for key, value in new.items() if key not in old or old[key] != value}
+def differences(config: DictConfig, base: DictConfig | None = None, given: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of ``config`` that ``base``, by default ``trainer.yaml``, does not have, by dotted key, and
+    those of ``given`` keys; with interpolations.
+    """
+    old, new = (dict(leaves(OmegaConf.to_container(each))) for each in (base or shipped(None), config))
+    return {key: value for key, value in new.items() if key in given or key not in old or old[key] != value}
 
 
 def leaves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

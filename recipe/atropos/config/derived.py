@@ -13,16 +13,17 @@ from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.utils.hosts import address_for_nodes, cluster_address
 
 _SLOWEST = 5.0  # tokens per second of one sequence among many
-_LEAST = {"trainer.atropos.max_wait_time": 600.0, "evaluation.timeout": 300.0}
-_ANSWERS = {"trainer.atropos.max_wait_time": 4, "evaluation.timeout": 2}
+# Timeouts that may be null: how many of the longest answers they wait for, and how many seconds at least.
+_WAITS = {"trainer.atropos.max_wait_time": (4, 600.0), "evaluation.timeout": (2, 300.0)}
 _LEAST_GROUPS = 8  # BaseEnv's default
 _AHEAD = 1  # batches sampled ahead where max_staleness sets no limit
 _REQUESTS, _SECONDS = 512, 1200  # atroposlib's defaults for a server
 
 
 def derived_wait(key: str, max_response_length: int) -> float:
-    """Return the seconds of a timeout that is null: ``_ANSWERS`` of the longest (tokens), and at least ``_LEAST``."""
-    return max(_LEAST[key], _ANSWERS[key] * float(math.ceil(max_response_length / _SLOWEST)))
+    """Return the seconds of a timeout that is null; ``max_response_length`` in tokens."""
+    answers, least = _WAITS[key]
+    return max(least, answers * float(math.ceil(max_response_length / _SLOWEST)))
 
 
 def worker_timeout(config: DictConfig) -> float:
@@ -38,7 +39,7 @@ def set_derived(config: DictConfig) -> DictConfig:
 
     A run's ``config.yaml`` keeps null: the next run that uses it may have longer answers, or another head.
     """
-    for key in _LEAST:
+    for key in _WAITS:
         if OmegaConf.select(config, key) is None:
             OmegaConf.update(config, key, derived_wait(key, config.data.max_response_length))
     cluster, host = cluster_address(config.ray_kwargs.ray_init), "127.0.0.1"

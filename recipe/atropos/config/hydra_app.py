@@ -57,13 +57,13 @@ def _is_hydras(word: str) -> bool:
 
 def _as_hydras(overrides: Sequence[str]) -> list[str]:
     """Return overrides that make of ``trainer.yaml``, by Hydra's rules, what ``compose_config`` makes of these."""
-    preset, given = chosen_preset(given_values(overrides)), given_keys(overrides)
-    composed = (shipped(preset), compose_config(overrides, print))
-    old, new = (dict(leaves(OmegaConf.to_container(config))) for config in composed)
-    changed = {key: value for key, value in new.items() if key in given or key not in old or old[key] != value}
+    preset = chosen_preset(given_values(overrides))
+    base, composed = shipped(preset), compose_config(overrides, print)
+    removed = (key for key in differences(base, composed) if OmegaConf.select(composed, key) is None)
+    changed = differences(composed, base, given_keys(overrides))
     return [
         *([] if preset is None else [f"preset={preset}"]),
-        *(f"~{key}" for key in old if key not in new and OmegaConf.select(composed[1], key) is None),
+        *(f"~{key}" for key in removed if key not in changed),
         *(f"++{key}={_literal(value)}" for key, value in changed.items()),
     ]
 

@@ -19,6 +19,7 @@ from recipe.atropos.utils.secret import shown_value
 FREE = (
     "inference.args",
     "environment.args",
+    "environment.credit",
     "environment.reward_bridge",
     "environments",
     "actor_rollout_ref.model.override_config",

@@ -1,8 +1,10 @@
 """The model that a name means: a folder, a name on the Hugging Face hub, or a small policy that is made locally."""
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,6 @@ SMALL_POLICIES = (
     "small-policy-two-tasks",
 )
 _HUB_SECONDS = 10.0
-
-
-class PolicyNotMade(AtroposError, RuntimeError):
-    """Error when a small policy could not be made; the message holds the last lines of the output."""
 
 
 def looks_local(path: str) -> bool:
@@ -83,6 +81,19 @@ def config_file(path: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
+@contextlib.contextmanager
+def needs_no_trust(path: str | Path, trust_remote_code: bool) -> Iterator[None]:
+    """Raise ConfigurationError if the block would run code of the model in ``path``, and that is not trusted."""
+    try:
+        yield
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{path} is a model with code of its own, which would be run; give --trust-remote-code if you trust it"
+        ) from error
+
+
 def model_settings(file: Path) -> dict[str, Any]:
     """Return the content of a model's ``config.json``.
 
@@ -103,7 +114,7 @@ def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     ``log_path``: for the output of making it.
 
     Raises:
-        PolicyNotMade: with the last lines of the process that makes it.
+        AtroposError: with the last lines of the process that makes it.
     """
     if path not in SMALL_POLICIES:
         folder = os.path.expanduser(path)
@@ -113,5 +124,5 @@ def resolve_model(path: str, seed: int, log_path: Path | None = None) -> str:
     status, printed = run_command("policy", command, log_path=log_path)
     folders = [line for line in printed.splitlines() if line and Path(line).is_dir()]
     if status != 0 or not folders:
-        raise PolicyNotMade(f"{MODEL_KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
+        raise AtroposError(f"{MODEL_KEY}={path} could not be made:\n{printed.strip()[-2000:]}")
     return folders[-1]

@@ -22,6 +22,22 @@ from recipe.atropos.utils.files import read_json
 from recipe.atropos.verl_ext.attention import sequence_parallel
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
+# Models to which verl does not tell where a row ends: their attention is given no positions.
+_WITHOUT_POSITIONS = (
+    *("afmoe", "biogpt", "bloom", "doge", "falcon", "gpt_bigcode", "gpt_oss", "llama4_text", "mpt", "opt"),
+    *("persimmon", "xglm"),
+)
+_RECURRENT = (  # with layers of ``_RECURRENT_LAYERS``, which a configuration may not name
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
+    *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+)
+_RECURRENT_LAYERS = {"conv", "hybrid", "linear_attention", "mamba", "recurrent"}
+# Of a configuration: what is done to logits after the head.
+_AFTER_HEAD = (
+    *("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_bias", "lm_head_multiplier"),
+    *("logits_soft_cap", "output_logit_soft_cap"),
+)
 _FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, whatever their use_sliding_window
 
 # Each rule: a value that is true if the rule is violated, and the error message.
@@ -42,7 +58,7 @@ def check_config(config: DictConfig) -> None:
         _check_credit("environment", config.environment.credit)
     check_rules(
         chain(
-            _model(config),
+            model_rules(config),
             _algorithm(config),
             _loss(config),
             _ranks(config),
@@ -60,11 +76,6 @@ def check_config(config: DictConfig) -> None:
             _sessions(config),
         )
     )
-
-
-def check_model_settings(config: DictConfig) -> None:
-    """Check the model's own configuration, if it is on this machine. Raises as ``check_config``."""
-    check_rules(_model(config))
 
 
 def check_rules(rules: Rules) -> None:
@@ -347,7 +358,8 @@ def _distillation(config: DictConfig) -> Rules:
     )
 
 
-def _model(config: DictConfig) -> Rules:
+def model_rules(config: DictConfig) -> Rules:
+    """Yield what is wrong with the model's own configuration, if it is on this machine."""
     path = config.actor_rollout_ref.model.path
     file = config_file(path)
     settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model
@@ -356,6 +368,24 @@ def _model(config: DictConfig) -> Rules:
         f"actor_rollout_ref.model.path={path}: {file} has use_sliding_window=true, and SGLang serves "
         f"{settings.get('model_type')} with full attention, so it would sample from another policy; set "
         "use_sliding_window to false there, for both sides, or choose another model",
+    )
+    kind, layers = settings.get("model_type"), settings.get("layer_types")
+    yield (
+        "vision_config" in settings or "audio_config" in settings,
+        f"actor_rollout_ref.model.path={path}: {kind} reads images or sound too, which is not supported; give its text "
+        "model as a checkpoint of its own",
+    )
+    yield (
+        model.use_remove_padding
+        and (kind in _WITHOUT_POSITIONS or (_RECURRENT_LAYERS & {*layers} if layers else kind in _RECURRENT)),
+        f"actor_rollout_ref.model.use_remove_padding=true with {path}: the layers of {kind} would read all rows of a "
+        "micro-batch as one; set it to false",
+    )
+    changed = [key for key in _AFTER_HEAD if settings.get(key) is True or settings.get(key) not in (None, False, 1)]
+    yield (
+        model.use_fused_kernels and (changed or kind == "phi"),
+        f"actor_rollout_ref.model.use_fused_kernels=true with {path}: verl's fused kernels leave out what {kind} does "
+        f"to logits ({', '.join(changed) or 'a bias'}), so logprobs and gradients would be wrong; set it to false",
     )
     yield (
         model.use_fused_kernels
@@ -463,6 +493,11 @@ def correction_rules(correction: DictConfig) -> Rules:
     )
     if correction.rollout_is:
         threshold = correction.rollout_is_threshold
+        yield (
+            correction.get("bypass_mode") and "_" in str(threshold),
+            f"{key}.rollout_is_threshold={threshold} with bypass_mode=true: where it leaves no token of a micro-batch "
+            "a weight, verl divides by 0; set bypass_mode=false, or give one number",
+        )
         yield threshold is None, f"{key}.rollout_is_threshold=null with rollout_is={correction.rollout_is}: give it"
         yield _bounds(f"{key}.rollout_is_threshold", str(threshold), range_allowed=True)
     yield (

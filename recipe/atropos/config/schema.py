@@ -120,7 +120,7 @@ class InferenceSection(Section):
     )
     port: Port | None = about("First server's port, the others follow; null: free ones")
     gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
-    dtype: Dtype = about("Of the served weights; float32 on a CPU")
+    dtype: Dtype = about("Of the served weights; set float32 on a CPU")
     placement: Literal["launcher", "ray"] | None = about(
         "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, on a cluster, if trainer.nnodes "
         "> 1 or GPUs are too few here"
@@ -312,10 +312,13 @@ class ActorSection(VerlSection):
     checkpoint: CheckpointSection
 
 
-class ReferenceSection(VerlSection):
+class LogProbSection(VerlSection):
     log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass")
     log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
     log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
+
+
+class ReferenceSection(LogProbSection):
     fsdp_config: FSDPSection
 
 
@@ -323,13 +326,10 @@ class CheckpointEngineSection(VerlSection):
     update_weights_bucket_megabytes: Count | None = about("Size of a bucket of weights; null: by device")
 
 
-class RolloutSection(VerlSection):
+class RolloutSection(LogProbSection):
     name: Literal["sglang"] = about("The inference engine")
     n: Count = about("Sequences of a group")
     temperature: Positive = about("Temperature of sampling and of the trainer's logprobs")
-    log_prob_micro_batch_size_per_gpu: Count | None = about("Sequences per forward pass")
-    log_prob_use_dynamic_bsz: bool = about("Fill these micro-batches by tokens")
-    log_prob_max_token_len_per_gpu: Count | None = about("Tokens of such a micro-batch")
     checkpoint_engine: CheckpointEngineSection
 
 

@@ -62,7 +62,7 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": (_ENGINE[0], "inference.mem_fraction_static"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": (_ENGINE[0], "inference.args.tp_size"),
     "actor_rollout_ref.rollout.data_parallel_size": (_ENGINE[0], "inference.servers"),
-    "actor_rollout_ref.rollout.pipeline_model_parallel_size": (_ENGINE[0], "inference.args.pp_size"),
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": (_ENGINE[0], "inference.args.tp_size"),
     "actor_rollout_ref.rollout.expert_parallel_size": (_ENGINE[0], "inference.args.ep_size"),
     "actor_rollout_ref.rollout.max_model_len": (_ENGINE[0], "inference.args.context_length"),
     "actor_rollout_ref.rollout.max_num_seqs": (_ENGINE[0], "inference.args.max_running_requests"),

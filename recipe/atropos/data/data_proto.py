@@ -41,7 +41,8 @@ def _pad(arrays: Sequence[np.ndarray], width: int, dtype: torch.dtype) -> torch.
 
 
 def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_of: int = 1) -> DataProto:
-    """Convert rows to the tensors that verl's actor and trainer read; None is a fully masked padding row.
+    """Convert rows to the tensors that verl's actor and trainer read; None is a fully masked padding row. At least one
+    is real.
 
     Padding rows are appended until the number of rows is a multiple of ``multiple_of``.
 
@@ -58,16 +59,11 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     and with these (B,) arrays: objects ``uid``, ``env_id``, ``env_name``, ``policy_version_min``,
     ``policy_version_max``, ``credit`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow``
-    of the row's group), ``trajectory`` and ``dropped_trajectories``; float ``raw_score`` (the environment's own score,
+    of the row's group) and ``trajectory``; float ``raw_score`` (the environment's own score,
     equal to the score unless a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``,
     ``has_teacher``, ``zero_advantage``.
-
-    Raises:
-        ValueError: there are no rows other than padding.
     """
     real = [row for row in rows if row is not None]
-    if not real:
-        raise ValueError("a batch without a row to train on; see the counts of dropped sequences")
     filled = [
         _Padding(np.array([limits.pad_token_id]), _NOTHING, _NOTHING, 0.0, f"padding-{i}") if row is None else row
         for i, row in enumerate([*rows, *[None] * (-len(rows) % multiple_of)])
@@ -137,7 +133,7 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 def _non_tensors(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Return the per-row values, one (B,) array per name."""
-    objects = "uid env_id env_name sampling credit dropped trajectory dropped_trajectories".split()
+    objects = "uid env_id env_name sampling credit dropped trajectory".split()
     return {
         **{name: _objects(_column(rows, name)) for name in objects},
         "policy_version_min": _objects([row.versions[0] for row in rows]),

@@ -30,6 +30,7 @@ import numpy as np
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import (
     IGNORED,
+    NO_TEACHER,
     ConversionReport,
     DroppedRow,
     Row,
@@ -42,14 +43,15 @@ from recipe.atropos.data.scored_group import (
     FLOATS,
     Group,
     ScoredGroup,
+    flat_numbers,
     require_count,
     require_finite,
 )
-from recipe.atropos.data.teacher import TOP_K_FIELDS, teacher_top_k
 from recipe.atropos.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
+TOP_K_FIELDS = ("distill_token_ids", "distill_logprobs")
 _FIXES = {
     "stale": "an environment keeps to it through the adapter",
     "unknown_version": "run the environment through the adapter, or set it to null to train on samples of any age",
@@ -166,13 +168,7 @@ class _Reader:
         """
         found = [self._row(i) for i in range(len(self.tokens))]
         dropped = [row for row in found if isinstance(row, DroppedRow)]
-        numbered = [*zip(self.said.trajectory, found, strict=True)]
-        lost = tuple(n for n, row in numbered if isinstance(row, DroppedRow))
-        rows = [
-            replace(row, dropped=tuple(dropped), trajectory=n, dropped_trajectories=lost)
-            for n, row in numbered
-            if isinstance(row, Row)
-        ]
+        rows = [replace(row, dropped=tuple(dropped)) for row in found if isinstance(row, Row)]
         events = Counter(
             response_truncated=sum(
                 len(row.prompt) + len(row.response) < len(self.tokens[row.sequence]) for row in rows
@@ -199,7 +195,7 @@ class _Reader:
         if reason is None and end > self.limits.max_length:
             end, reason = self.limits.max_length, self._too_long(i, first)
         if reason is not None:
-            return DroppedRow(float(whole.scores[i]), int(trained.sum()), reason.value)
+            return DroppedRow(float(whole.scores[i]), int(trained.sum()), reason.value, said.trajectory[i])
         mask = trained[first:end]
         log_probs, ref_log_probs = (
             _masked(self._valid_logprobs(key, i, trained[:end]), first, end, mask)
@@ -207,7 +203,7 @@ class _Reader:
         )
         teacher_ids = teacher_log_probs = None
         if any(values[i] for values in self.teacher):
-            values = teacher_top_k(self.teacher, i, trained, self.limits.vocab_size)
+            values = _teacher_top_k(self.teacher, i, trained, self.limits.vocab_size)
             teacher_ids, teacher_log_probs = (array[first:end] for array in values)
         raw_score, sampling = said.raw_scores[i], said.sampling_params[i]
         return Row(
@@ -228,6 +224,7 @@ class _Reader:
             teacher_ids=teacher_ids,
             teacher_log_probs=teacher_log_probs,
             sequence=i,
+            trajectory=said.trajectory[i],
             zero_advantage=bool(said.set_advantage_to_zero or whole.overrides[i].set_advantage_to_zero),
         )
 
@@ -259,3 +256,71 @@ class _Reader:
 def _masked(values: np.ndarray | None, first: int, end: int, mask: np.ndarray) -> np.ndarray | None:
     """Return the response part, with 0 at untrained positions (which hold sentinels such as 1.0)."""
     return None if values is None else np.where(mask, values[first:end], np.float32(0))
+
+
+# ---------------------------------------------------------------------- the teacher's top-k
+
+
+def _teacher_top_k(
+    given: Sequence[Sequence[Any]], row: int, trained: np.ndarray, vocab_size: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, logprobs) of the teacher's top-k by position, both (length, K); only trained positions are filled.
+
+    ``given`` are the values of ``TOP_K_FIELDS`` over sequences: ``distill_token_ids[row][t]`` holds the candidates for
+    token t given the tokens before it. What stands at untrained positions does not count.
+
+    Raises:
+        RefusedGroup: the top-k is ragged, outside the vocabulary or not a distribution, with sequence and position.
+    """
+    length = len(trained)
+    positions, sizes = np.flatnonzero(trained), []
+    for key, sequences in zip(TOP_K_FIELDS, given, strict=True):
+        values = sequences[row] or ()
+        if not isinstance(values, Sequence) or any(not isinstance(at, Sequence | None) for at in values):
+            raise RefusedGroup(Reason.MALFORMED, f"{key}[{row}] is not a list of lists, one for each token")
+        if len(values) != length:
+            raise RefusedGroup(
+                Reason.UNEQUAL_LENGTHS, f"{key}[{row}] has {len(values)} positions, tokens[{row}] has {length}"
+            )
+        sizes.append(np.array([len(at or ()) for at in values]))
+    ids_at, log_probs_at = sizes
+    top_k = ids_at[positions[0]]
+    bad = np.flatnonzero(trained & ((ids_at != log_probs_at) | (ids_at != top_k)))
+    if bad.size or top_k == 0:
+        at = bad[0] if bad.size else positions[0]
+        raise RefusedGroup(
+            Reason.RAGGED_DISTILLATION,
+            f"sequence {row} has {ids_at[at]} distill_token_ids and {log_probs_at[at]} distill_logprobs at "
+            f"position {at}, and {top_k} at its first trained one; give the same top-k at every trained position",
+        )
+    ids = np.zeros((length, top_k), dtype=np.int64)
+    log_probs = np.full((length, top_k), NO_TEACHER)
+    for out, key, sequences in zip((ids, log_probs), TOP_K_FIELDS, given, strict=True):
+        values = [value for t in positions for value in sequences[row][t]]
+        out[positions] = flat_numbers(f"{key}[{row}]", values, np.int64 if out is ids else np.float64).reshape(
+            -1, top_k
+        )
+    outside = np.argwhere((ids < 0) | (ids >= vocab_size)) if vocab_size else []
+    if len(outside):
+        at, k = outside[0]
+        raise RefusedGroup(
+            Reason.FOREIGN_TOKENS,
+            f"distill_token_ids[{row}] is {ids[at, k]} at position {at}, outside the policy's vocabulary of "
+            f"{vocab_size}; the teacher must share the policy's tokenizer",
+        )
+    twice = positions[(np.diff(np.sort(ids[positions], axis=1), axis=1) == 0).any(axis=1)]
+    if twice.size:
+        at = twice[0]
+        raise RefusedGroup(
+            Reason.REPEATED_DISTILL_TOKEN,
+            f"distill_token_ids[{row}] is {ids[at].tolist()} at position {at}; name each token once",
+        )
+    mass = np.exp(log_probs.astype(np.float64)).sum(axis=1)
+    bad = np.flatnonzero(~np.isfinite(log_probs).all(axis=1) | (mass > 1.01))
+    if bad.size:
+        raise RefusedGroup(
+            Reason.INVALID_DISTILL_LOGPROBS,
+            f"distill_logprobs[{row}] is {log_probs[bad[0]].tolist()} at position {bad[0]}; they must be "
+            "finite logarithms of probabilities that sum to at most 1",
+        )
+    return ids, log_probs

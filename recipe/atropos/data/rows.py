@@ -104,11 +104,15 @@ class ConversionReport:
 
     def metrics(self) -> dict[str, float]:
         """Return trainer metrics under ``atropos/``, with drops also under ``atropos/ENV/``."""
-        counts = {"received": self.received, "rows": self.rows, "padding_rows": self.padding_rows}
-        counts |= {f"dropped/{reason}": n for reason, n in self.dropped.items()}
-        for name, reasons in self.dropped_by_environment.items():
-            counts |= {f"{name}/dropped/{reason}": n for reason, n in reasons.items()}
-        counts |= {f"rows_with/{event}": n for event, n in self.events.items()}
+        by_environment = self.dropped_by_environment.items()
+        counts = {
+            "received": self.received,
+            "rows": self.rows,
+            "padding_rows": self.padding_rows,
+            **{f"dropped/{reason}": n for reason, n in self.dropped.items()},
+            **{f"{name}/dropped/{reason}": n for name, reasons in by_environment for reason, n in reasons.items()},
+            **{f"rows_with/{event}": n for event, n in self.events.items()},
+        }
         return {f"atropos/{key}": float(n) for key, n in counts.items()}
 
 
@@ -124,6 +128,7 @@ class DroppedRow(NamedTuple):
     score: float
     trained_tokens: int  # as sent, before any truncation
     reason: str  # as in ``ConversionReport.dropped``
+    trajectory: int | None = None  # as of a ``Row``
 
 
 @dataclass
@@ -138,7 +143,7 @@ class Row:
     ``dropped`` holds the rows that were dropped from the same group.
 
     Rows of a group with the same number ``trajectory`` are of one trajectory, in the order of their ``sequence``; None
-    if the row is a trajectory of its own. ``dropped_trajectories`` are the numbers of the dropped ones.
+    if the row is a trajectory of its own.
     """
 
     prompt: np.ndarray  # (P_i,) int64
@@ -161,7 +166,6 @@ class Row:
     dropped: tuple[DroppedRow, ...] = ()
     sequence: int = 0  # its number in the group
     trajectory: int | None = None
-    dropped_trajectories: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.prompt) >= 1 and self.mask.any(), "a row has a prompt and at least one trained token"

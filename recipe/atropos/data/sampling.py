@@ -160,27 +160,24 @@ class SamplingCheck:
             if sampled is None:
                 found = ["unknown_sampling"]
             else:
-                self._check(sampled, name)
-                found = ["other_temperature"] if self._others(sampled) else []
-                found += [f"{kind}_sampling" for kind in _KINDS if _any(sampled, kind)]
+                kinds = [kind for kind in _KINDS if any(getattr(params, kind) for params in sampled)]
+                used = {params.logprob_temperature for params in sampled}
+                others = sorted(value for value in used if not math.isclose(value, self.temperature, abs_tol=1e-6))
+                self._check(sampled, kinds, others, name)
+                found = [f"{kind}_sampling" for kind in kinds] + ["other_temperature"] * bool(others)
             for kind in found:
                 counts.update((f"atropos/rows_with/{kind}", f"atropos/{name}/rows_with/{kind}"))
         return {key: float(n) for key, n in counts.items()}
 
-    def _others(self, sampled: tuple[SamplingParams, ...]) -> list[float]:
-        found = {params.logprob_temperature for params in sampled}
-        return sorted(value for value in found if not math.isclose(value, self.temperature, abs_tol=1e-6))
-
-    def _check(self, sampled: tuple[SamplingParams, ...], name: str) -> None:
-        for kind in _KINDS:
-            if self.mode == "error" and not self.allow_truncated and _any(sampled, kind):
-                which = next(p for p in sampled if getattr(p, kind)).to_mapping()
-                raise SamplingMismatch(
-                    f"environment {name} used {kind} sampling, {which}: it is not the distribution of which "
-                    "SGLang reports and the trainer computes logprobs; let the environment sample without, "
-                    "or set trainer.atropos.allow_truncated_sampling=true to train on it as it is"
-                )
-        others = self._others(sampled)
+    def _check(self, sampled: tuple[SamplingParams, ...], kinds: list[str], others: list[float], name: str) -> None:
+        """``kinds``: how it is sampled otherwise than by temperature; ``others``: temperatures that are not ours."""
+        if self.mode == "error" and not self.allow_truncated and kinds:
+            which = next(p for p in sampled if getattr(p, kinds[0])).to_mapping()
+            raise SamplingMismatch(
+                f"environment {name} used {kinds[0]} sampling, {which}: it is not the distribution of which "
+                "SGLang reports and the trainer computes logprobs; let the environment sample without, "
+                "or set trainer.atropos.allow_truncated_sampling=true to train on it as it is"
+            )
         if others and self.mode == "error":
             key = f"environments.{name}.args" if self.several else "environment.args"
             raise SamplingMismatch(
@@ -203,7 +200,3 @@ class SamplingCheck:
             return None
         found = [self.temperature if not sampled else sampled[0].logprob_temperature for sampled in rows]
         return None if set(found) == {self.temperature} else np.array(found, dtype=np.float32)
-
-
-def _any(sampled: tuple[SamplingParams, ...], kind: str) -> bool:
-    return any(getattr(params, kind) for params in sampled)

@@ -17,7 +17,7 @@ so are keys of ``overrides`` and ``group_overrides`` that ``Overrides`` and ``Gr
 
 A record is ``ATG1``, the header's length (uint32), the header and the buffers, each padded to 8 bytes; all numbers are
 little-endian. The header names each buffer's dtype, one of ``_STORED``; its length follows from ``sequences`` or
-``tokens``.
+``tokens``. A message of several groups is their records, one after the other (``unpack_all``).
 
 Sequences are rows of one trajectory if they have the same number in ``group_overrides["trajectory"]``, a list over
 sequences; without it, each is a trajectory of its own. A group's size is its number of trajectories.
@@ -323,11 +323,14 @@ class ScoredGroup:
         """Return the group as JSON, with all keys of ``ScoredData``, null for those not given."""
         # As doubles: the shortest form of a float32 names another double.
         floats = {name: values.astype(np.float64, copy=False) for name, values in self.floats.items()}
-        group: dict[str, Any] = dict.fromkeys(KEYS)
-        group |= {name: orjson.Fragment(value) for name, value in self.fields.items()}
-        for name, values in {"tokens": self.tokens, "masks": self.masks, **floats}.items():
-            group[name] = self.cut(values)
-        group["scores"], group["env_id"] = self.scores, self.env_id
+        columns = {"tokens": self.tokens, "masks": self.masks, **floats}
+        group = {
+            **dict.fromkeys(KEYS),
+            **{name: orjson.Fragment(value) for name, value in self.fields.items()},
+            **{name: self.cut(values) for name, values in columns.items()},
+            "scores": self.scores,
+            "env_id": self.env_id,
+        }
         return orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -467,6 +470,25 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
     Raises:
         RefusedGroup: it is not a record, a buffer has another dtype than it may have, or sizes contradict each other.
     """
+    group = _unpack_first(record)
+    if len(group.record) != len(record):
+        raise RefusedGroup(
+            Reason.MALFORMED, f"a packed group has {len(record)} bytes, {len(group.record)} of them in its buffers"
+        )
+    return group
+
+
+def unpack_all(message: bytes) -> list[ScoredGroup]:
+    """Return the groups of a message of records, as ``unpack``."""
+    rest, groups = memoryview(message), []
+    while rest or not groups:
+        groups.append(_unpack_first(rest))
+        rest = rest[len(groups[-1].record) :]
+    return groups
+
+
+def _unpack_first(record: bytes | memoryview) -> ScoredGroup:
+    """Return the group of a record that others may follow."""
     header, offset = read_header(record)
     arrays: dict[str, np.ndarray] = {}
     for name, dtype in header.buffers.items():
@@ -482,10 +504,11 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
         arrays[name] = np.frombuffer(record, kind, size, offset)
         offset += arrays[name].nbytes + -arrays[name].nbytes % 8
     required = _STORED.keys() - set(FLOATS)
-    if offset != len(record) or not required <= arrays.keys() or arrays.keys() & header.raw.keys():
+    if offset > len(record) or not required <= arrays.keys() or arrays.keys() & header.raw.keys():
         raise RefusedGroup(
             Reason.MALFORMED,
-            f"a packed group of {len(record)} bytes has buffers {[*header.buffers]} and fields {[*header.raw][:20]}",
+            f"a packed group of {offset} bytes has {len(record)}, buffers {[*header.buffers]} and fields "
+            f"{[*header.raw][:20]}",
         )
     if header.buffers["masks"] == "bits":
         chosen = np.unpackbits(arrays["masks"], count=header.tokens).view(bool)
@@ -499,5 +522,5 @@ def unpack(record: bytes | memoryview) -> ScoredGroup:
         {name: bytes(value) for name, value in header.raw.items()},
         header.env_id,
     )
-    group.record = record
+    group.record = record[:offset]
     return group

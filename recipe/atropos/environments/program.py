@@ -102,7 +102,6 @@ class SessionsEnv(ItemsEnv):
         # Else the clients of programs ask the proxy of the machine, if it has one.
         os.environ |= without_proxy(os.environ, urlsplit(self.config.sessions_url).hostname)
         self._sessions = SessionClient(self.config.sessions_url, os.environ.get(API_KEY_VARIABLE))
-        await self._sessions.__aenter__()
         slots = self.config.parallel or (64 if getattr(self.config, "agent", None) else 4 * (os.cpu_count() or 1))
         self._slots = asyncio.Semaphore(slots)
         self._most_items = 1 + math.ceil(slots / self.config.group_size)  # others would spend their time waiting

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
@@ -141,10 +141,13 @@ _threads: weakref.WeakValueDictionary[int, "_LoopThread"] = weakref.WeakValueDic
 def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
     """Return the one environment of this class and configuration, which lives as long as it is referenced."""
     key = (os.getpid(), environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
+    return _the_one(_shared, key, lambda: SteppedEnvironment(environment, config))
+
+
+def _the_one(kept: MutableMapping[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     with _lock:
-        found = _shared.get(key)
-        if found is None:
-            found = _shared[key] = SteppedEnvironment(environment, config)
+        if (found := kept.get(key)) is None:
+            found = kept[key] = make()
         return found
 
 
@@ -178,8 +181,4 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 
 def _loop_thread() -> _LoopThread:
-    with _lock:
-        thread = _threads.get(os.getpid())
-        if thread is None:
-            thread = _threads[os.getpid()] = _LoopThread()
-        return thread
+    return _the_one(_threads, os.getpid(), _LoopThread)

@@ -30,7 +30,7 @@ The following was measured on SGLang 0.5.23, and on 0.5.12 where named, and hold
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import aiohttp
 import orjson
@@ -101,7 +101,7 @@ class Capabilities:
 
 
 class JsonClient:
-    """Client of a service that takes and gives JSON, used as ``async with JsonClient(url, api_key) as client``.
+    """Client of a service that takes and gives JSON. It holds no connection between two calls.
 
     Args:
         url: base address, without ``/v1``.
@@ -119,16 +119,6 @@ class JsonClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._connector = OwnServers if own and api_key else aiohttp.TCPConnector
 
-    async def __aenter__(self) -> Self:
-        # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether it
-        # was executed would then be unknown. No limit: the caller sets the concurrency.
-        connector = self._connector(force_close=True, limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._session.close()
-
     async def call_until_answered(self, seconds: float, method: str, endpoint: str, body: Any = None) -> Any:
         """Return the answer to a call, which is repeated for at most ``seconds`` while no HTTP answer comes."""
         silent = retry_if_exception(lambda error: isinstance(error, InferenceError) and error.status is None)
@@ -138,12 +128,17 @@ class JsonClient:
     async def _call(self, method: str, endpoint: str, body: Any = None, timeout: float | None = None) -> Any:
         limit = self.timeout if timeout is None else timeout
         try:
-            async with self._session.request(
-                method,
-                self.url + endpoint,
-                data=None if body is None else orjson.dumps(body),
-                timeout=aiohttp.ClientTimeout(total=limit),
-            ) as response:
+            # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether
+            # it was executed would then be unknown.
+            async with (
+                aiohttp.ClientSession(connector=self._connector(force_close=True), headers=self._headers) as session,
+                session.request(
+                    method,
+                    self.url + endpoint,
+                    data=None if body is None else orjson.dumps(body),
+                    timeout=aiohttp.ClientTimeout(total=limit),
+                ) as response,
+            ):
                 status, raw = response.status, await response.read()
         except TimeoutError:
             raise InferenceError(self.url, endpoint, f"no answer within {limit:g} s") from None
@@ -166,18 +161,9 @@ class JsonClient:
 
 
 class SGLangClient(JsonClient):
-    """Client of one server; ``capabilities``: what it can do, if already known. For the rest see ``JsonClient``."""
+    """Client of one server; it keeps what the server can do."""
 
-    def __init__(
-        self,
-        url: str,
-        api_key: str | None = None,
-        timeout: float = 600.0,
-        capabilities: Capabilities | None = None,
-        own: bool = True,
-    ):
-        super().__init__(url, api_key, timeout, own)
-        self._capabilities = capabilities
+    _capabilities: Capabilities | None = None
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -304,8 +290,7 @@ class SGLangClient(JsonClient):
 
     async def adapters(self) -> set[str]:
         """Return the names of the LoRA adapters that the server holds."""
-        models = await self._call("GET", "/v1/models")
-        return {model["id"] for model in models["data"] if model.get("parent")}
+        return {model["id"] for model in (await self._call("GET", "/v1/models"))["data"] if model.get("parent")}
 
     async def begin_weight_update(self) -> None:
         """Open the session for tensor or distributed updates; no-op on servers without sessions (0.5.12).

@@ -64,8 +64,8 @@ class GatewayClient:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
-            async with JsonClient(self.url, self.api_key, _REQUEST_SECONDS) as client:
-                return await client.call_until_answered(self.timeout, method, path, body)
+            client = JsonClient(self.url, self.api_key, _REQUEST_SECONDS)
+            return await client.call_until_answered(self.timeout, method, path, body)
         except InferenceError as error:
             if error.status is not None:
                 raise GatewayError(str(error)) from error

@@ -149,5 +149,9 @@ class ServerPool:
             self.held -= 1
 
     def status(self) -> dict[str, Any]:
-        servers = [server.status() for server in self.servers.values()]
-        return {"version": self.version, "adapter": self.adapter, "servers": servers, "held": self.held}
+        return {
+            "version": self.version,
+            "adapter": self.adapter,
+            "servers": [server.status() for server in self.servers.values()],
+            "held": self.held,
+        }

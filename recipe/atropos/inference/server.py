@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from recipe.atropos.config.models import looks_local
+from recipe.atropos.config.models import check_model, looks_local
 from recipe.atropos.errors import LaunchError
 from recipe.atropos.utils import private_process
 from recipe.atropos.utils.files import cache_root, read_json, write_json
@@ -56,7 +56,7 @@ _ALIASES = {
     "data_parallel_size": "dp_size",
     "model": "model_path",
 }
-_PARALLEL = ("tp_size", "pp_size", "dp_size")
+_PARALLEL = ("tp_size", "dp_size")
 _OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
@@ -90,14 +90,18 @@ class SGLangLaunch:
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
         if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
-        for name in _PARALLEL:
+        for name in (*_PARALLEL, "pp_size"):
             if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():
                 raise LaunchError(f"inference.args.{name}={size}: give a whole number")
+        if int(stages := self.extra_args.get("pp_size") or 1) != 1:
+            raise LaunchError(
+                f"inference.args.pp_size={stages}: such a server goes on generating while it is paused; give tp_size"
+            )
 
     @property
     def gpus(self) -> int:
         """Number of GPUs that the server takes: one per rank."""
-        names = _PARALLEL[:2] if self.extra_args.get("enable_dp_attention") else _PARALLEL
+        names = _PARALLEL[:1] if self.extra_args.get("enable_dp_attention") else _PARALLEL
         return math.prod(int(self.extra_args.get(name) or 1) for name in names)
 
     @property
@@ -226,18 +230,22 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
 
 
 def check_launch(launch: SGLangLaunch) -> None:
-    """Raise LaunchError for mistakes that would make the server fail half a minute later."""
+    """Check for mistakes that would make the server fail half a minute later.
+
+    Raises:
+        LaunchError, ConfigurationError: naming the value and the fix.
+    """
     python = sglang_python(launch.python)
-    _check_interpreter(python)
+    try:
+        found = versions_in(python, ("sglang",), timeout=_PROBE_SECONDS)
+    except LaunchError as error:
+        raise LaunchError(f"inference.python={error}: {_INSTALL}") from error
+    if found["sglang"] is None:
+        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {_INSTALL}")
     if launch.releases_memory:
         check_saver(python)
-    path = Path(launch.model_path).expanduser()
-    if looks_local(launch.model_path) and not path.is_dir():
-        raise LaunchError(
-            f"model folder {launch.model_path!r} does not exist: correct actor_rollout_ref.model.path (--model)"
-        )
-    if path.is_dir() and not (path / "config.json").exists():
-        raise LaunchError(f"model folder {launch.model_path!r} has no config.json: name a folder of save_pretrained")
+    if looks_local(launch.model_path):  # a name is left to the hub
+        check_model(launch.model_path)
     if not port_is_free(launch.port, launch.host):
         raise LaunchError(
             f"port {launch.port} of {launch.host} is taken{holder(launch.port)}: end the process that listens there, "
@@ -245,26 +253,12 @@ def check_launch(launch: SGLangLaunch) -> None:
         )
 
 
-def _check_interpreter(python: str) -> None:
-    if shutil.which(python) is None:
-        raise LaunchError(f"inference.python is {python!r}, which does not exist or cannot be run: {_INSTALL}")
-    try:
-        found = versions_in(python, ("sglang",), timeout=_PROBE_SECONDS)
-    except LaunchError as error:
-        raise LaunchError(f"inference.python={error}: {_INSTALL}") from error
-    if found["sglang"] is None:
-        raise LaunchError(f"inference.python is {python!r}, which has no package sglang: {_INSTALL}")
-
-
 def start_sglang(
     launch: SGLangLaunch, *, log_path: Path | str, name: str = "sglang", env: Mapping[str, str] | None = None
 ) -> Service:
     """Check the launch, start the server, and return at once.
 
-    ``env`` is added to its environment.
-
-    Raises:
-        LaunchError: see `check_launch`.
+    ``env`` is added to its environment. Raises as ``check_launch``.
     """
     check_launch(launch)
     command, environment = sglang_command(launch)

@@ -28,17 +28,13 @@ from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.run.record import left_open, update_summary
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.progress import say
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.files import LineReader, append_line, read_lines
 from recipe.atropos.watchdog.alarms import ALARMS, Watchdog, account
 from recipe.atropos.watchdog.history import AlarmLimits, History
 
 _ASK_SECONDS = 5.0  # between two requests to the services
 _SUSPENDED_SECONDS = 5.0  # by which the time of day runs ahead, and clocks that are set now and then do not
-
-
-class AlarmRaised(AtroposError, RuntimeError):
-    """An alarm of ``watchdog.stop_on`` was raised; the message has what was seen, and what to try."""
 
 
 class AlarmWatch:
@@ -50,7 +46,6 @@ class AlarmWatch:
     def __init__(self, run: Run, version: int, api_url: str, inference: InferenceServices | None):
         specs = self._specs = run.plan.specs
         self._run, self._api_url, self._inference = run, api_url, inference
-        self._stop_on = list(run.config.watchdog.stop_on)
         limits = AlarmLimits.from_config(dict(leaves(OmegaConf.to_container(run.config))))
         history = History(limits, begin=version, joined=not specs)
         self.watchdog = Watchdog(history)
@@ -70,7 +65,7 @@ class AlarmWatch:
         """Take in the new ``lines`` of ``metrics.jsonl`` and what else is new; print and record what changed.
 
         Raises:
-            AlarmRaised: an alarm of ``watchdog.stop_on``.
+            AtroposError: an alarm of ``watchdog.stop_on``; has what was seen, and what to try.
         """
         history, now = self.watchdog.history, self._now()
         for line in lines:
@@ -107,8 +102,8 @@ class AlarmWatch:
         if changed or (lines and self._lines):
             self._account()
         for change in changed:
-            if change["state"] == "raised" and change["alarm"] in self._stop_on:
-                raise AlarmRaised(f"watchdog.stop_on: {described(change)}")
+            if change["state"] == "raised" and change["alarm"] in self._run.config.watchdog.stop_on:
+                raise AtroposError(f"watchdog.stop_on: {described(change)}")
 
     def _now(self) -> float:
         """Return the time of day; if the machine was suspended since the last call, tell the history before."""
@@ -122,8 +117,7 @@ class AlarmWatch:
         history = self.watchdog.history
         while True:
             with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
-                async with self._run.api_client(self._api_url) as api:
-                    history.add_api(await api.diagnose(), self._now())
+                history.add_api(await self._run.ask_api(self._api_url, TrajectoryApiClient.diagnose), self._now())
             if self._inference is not None:
                 status = await self._inference.status()
                 if self._run.files.servers_offloaded.exists():

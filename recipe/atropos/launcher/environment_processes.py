@@ -28,7 +28,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 import recipe
 from recipe.atropos.adapter.settings import WARNING, AdapterSettings
@@ -42,7 +42,7 @@ from recipe.atropos.run.record import ItemCounts
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE
 from recipe.atropos.terminal.progress import progress, say
 from recipe.atropos.trajectory_api.client import TrajectoryApiError
-from recipe.atropos.utils.files import LineReader, append_line, read_lines, write_atomic
+from recipe.atropos.utils.files import LineReader, append_line, read_lines
 from recipe.atropos.utils.hosts import reachable, without_proxy
 from recipe.atropos.utils.machine import run_program
 from recipe.atropos.utils.private_process import is_loopback
@@ -128,7 +128,7 @@ def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
         return problem
     anywhere = "http://127.0.0.1:1"
     command = [
-        *environment_command(run, spec.model_copy(update={"reward_bridge": None}), "serve", anywhere, anywhere),
+        *environment_command(run, spec, "serve", anywhere, anywhere),
         *AdapterSettings(replica=0, replicas=spec.replicas).flags(),
         "--check",
     ]
@@ -181,16 +181,9 @@ def environment_command(
         target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
     bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
-        bridge = ["--reward-bridge", str(run.files.reward_bridge(spec.name))]
+        block = yaml.safe_dump(dict(spec.reward_bridge), default_flow_style=True, sort_keys=False, width=10**6)
+        bridge = ["--reward-bridge", block.strip()]
     return [spec.interpreter, "-m", _ADAPTER, subcommand, "--env", target, *bridge, *options(given)]
-
-
-def write_bridge(run: Run, spec: EnvironmentSpec) -> None:
-    """Write the reward bridge, if there is one, to the file that ``environment_command`` names."""
-    if spec.reward_bridge is not None:
-        path = run.files.reward_bridge(spec.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, OmegaConf.to_yaml(OmegaConf.create(dict(spec.reward_bridge))).encode())
 
 
 def serve_command(run: Run, spec: EnvironmentSpec, api_url: str, server_url: str, replica: int = 0) -> list[str]:
@@ -307,7 +300,6 @@ class EnvironmentProcesses:
         report.parent.mkdir(parents=True, exist_ok=True)
         line = {"time": time.time(), "env": spec.name, "started": True}
         append_line(report, line | ({"replica": state.replica} if state.replica else {}))
-        write_bridge(self._run, spec)
         command = serve_command(self._run, spec, self._api_url, self._server_url, state.replica)
         variables = {
             TEMPERATURE_VARIABLE: str(config.actor_rollout_ref.rollout.temperature),
@@ -342,8 +334,7 @@ class EnvironmentProcesses:
             try:
                 # A process that lives may have the number again, from an API with another store.
                 if (state.pid, number) not in state.registrations:
-                    async with self._run.api_client(self._api_url) as api:
-                        await api.disconnect_env(number)
+                    await self._run.ask_api(self._api_url, lambda api, number=number: api.disconnect_env(number))
             except TrajectoryApiError as error:
                 if error.status != 404:
                     say(f"not taken off the Trajectory API yet: {error}", state.name, width=0)

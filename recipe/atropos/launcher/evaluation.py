@@ -186,8 +186,9 @@ class Evaluations:
         Raises:
             ServiceFailed: it failed, exceeded ``evaluation.timeout``, or the served weights were not ``version``.
         """
-        flags = {"env.data_dir_to_save_evals": str(folder)}
-        command = environment_command(self._run, spec, "evaluate", _NO_API, self._inference.gateway, **flags)
+        command = environment_command(
+            self._run, spec, "evaluate", _NO_API, self._inference.gateway, **{"env.data_dir_to_save_evals": str(folder)}
+        )
         service = self._run.start(f"evaluate-{spec.name}", command, **environment_variables(self._run, spec))
         self._run.remove(service)  # its exit must not end the run
         before = after = None

@@ -56,9 +56,8 @@ class Joining:
     def start(self) -> None:
         config, given = self._run.config, bool(self._run.config.inference.api_key)
         key = self._run.environments_key if console.file.isatty() else None
-        api_url = for_others(self._api_url, config.api.host)
-        gateway = for_others(self._gateway, config.inference.host)
-        say(how_to_join(config, api_url, gateway, key), "join")
+        urls = for_others(self._api_url, config.api.host), for_others(self._gateway, config.inference.host)
+        say(how_to_join(config, *urls, key), "join")
         say(
             "this run starts no environment, so it evaluates nothing: one that joins does so by itself, every "
             "--env.steps_per_eval steps, and reports where it logs",

@@ -33,7 +33,7 @@ from recipe.atropos.run.record import WaitingMark, account_of_groups, add_start,
 from recipe.atropos.sources.numbered import DataSourceConfig
 from recipe.atropos.terminal.dashboard import shell_command, shown_path
 from recipe.atropos.terminal.progress import LiveView, progress, say
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.files import DiskFull, FolderRemoved, LineReader, disk_is_full, read_json
 from recipe.atropos.watchdog.history import PREFIX
 
@@ -115,7 +115,7 @@ async def watch(
     Raises:
         ServiceFailed: a service that the run needs ended for good, the trainer ended before the last step, or it hangs:
             apart from announced waits, no step was trained for ``trainer.atropos.step_timeout`` seconds.
-        AlarmRaised: an alarm of ``watchdog.stop_on``.
+        AtroposError: an alarm of ``watchdog.stop_on``.
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     _, wait = DataSourceConfig.from_config(run.config).longest_wait
@@ -230,8 +230,7 @@ async def _end(
         # No group is sent any more, and the trainer has recorded those that it trained on.
         update_summary(run.files.path, {"environments": environments.summary()}, remove=["groups"])
         try:
-            async with run.api_client(run.services["api"].url) as api:
-                received = (await api.diagnose())["received"]
+            received = (await run.ask_api(run.services["api"].url, TrajectoryApiClient.diagnose))["received"]
         except TrajectoryApiError as error:
             say(f"does not account for the groups: {error}", "api")
         else:

@@ -99,9 +99,7 @@ def _place_by_ray(config: DictConfig) -> str:
 
 def check_environments_placement(config: DictConfig, specs: Iterable[EnvironmentSpec]) -> None:
     """Raise ConfigurationError if Ray is to place an environment that could not start, or not reach the services."""
-    for spec in specs:
-        if spec.placement == "ray":
-            check_rules(_environment_rules(config, spec))
+    check_rules(rule for spec in specs if spec.placement == "ray" for rule in _environment_rules(config, spec))
 
 
 def _environment_rules(config: DictConfig, spec: EnvironmentSpec) -> Rules:

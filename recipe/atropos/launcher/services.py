@@ -12,11 +12,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from omegaconf import DictConfig
@@ -156,9 +156,10 @@ class Run:
         finally:
             self.remove(service)
 
-    def api_client(self, url: str) -> TrajectoryApiClient:
-        """Return a client of the run's Trajectory API that makes a single attempt."""
-        return TrajectoryApiClient(url, self.api_key, retry_timeout=0, timeout=_API_SECONDS)
+    async def ask_api(self, url: str, ask: Callable[[TrajectoryApiClient], Awaitable[Any]]) -> Any:
+        """Return what the run's Trajectory API answers, in a single attempt. Raises TrajectoryApiError."""
+        async with TrajectoryApiClient(url, self.api_key, retry_timeout=0, timeout=_API_SECONDS) as client:
+            return await ask(client)
 
     def stop(self) -> None:
         """Stop all services, the last started first, its servers at once, and remove the run's temporary files.

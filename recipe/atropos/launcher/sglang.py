@@ -194,8 +194,9 @@ async def start_inference(run: Run) -> InferenceServices:
         await _join_cluster(run, servers, programs)
     for name, launch in servers.items():
         inference.servers[name] = run.cluster.placed(name, launch)
-    port = urlsplit(inference.gateway).port
-    run.reserved["gateway"] = reserve(run.config.inference.host, port, "inference.gateway_port")
+    run.reserved["gateway"] = reserve(
+        run.config.inference.host, urlsplit(inference.gateway).port, "inference.gateway_port"
+    )
     for name in inference.servers:
         run.add(_start_server(run, inference, name))
     _start_gateway(run, inference)
@@ -292,8 +293,7 @@ async def inference_healthy(run: Run, inference: InferenceServices) -> float:
 async def serves(run: Run, url: str) -> bool:
     """Return whether a server answers that it is healthy."""
     run.check()
-    async with SGLangClient(url, run.api_key) as client:
-        return await client.health()
+    return await SGLangClient(url, run.api_key).health()
 
 
 def _awaited(run: Run, name: str) -> str:
@@ -315,5 +315,6 @@ def _enable_restarts(
             awaited=partial(_awaited, run, name),
             recovers=recovers,
         )
-    gateway = partial(_start_gateway, run, inference)
-    run.restart_policies["gateway"] = RestartPolicy(gateway, limit, kind="gateway", recovers=recovers)
+    run.restart_policies["gateway"] = RestartPolicy(
+        partial(_start_gateway, run, inference), limit, kind="gateway", recovers=recovers
+    )

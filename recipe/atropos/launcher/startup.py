@@ -18,7 +18,7 @@ from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import InferenceServices, given_ports, inference_healthy, serves
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.terminal.progress import say
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
 from recipe.atropos.utils.hosts import reachable
 from recipe.atropos.utils.process import (
@@ -102,7 +102,7 @@ def session_command(run: Run, inference: InferenceServices, api_url: str) -> lis
         "credit": credit and json.dumps(credit),
         "timeout": request_limits(run.config).get("timeout"),
     }
-    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    flags = (f"--{name}={value}" for name, value in options.items() if value is not None)
     return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]
 
 
@@ -121,8 +121,7 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
 
 def _saved(run: Run) -> set[tuple[Path, int]]:
     """Return the whole checkpoints, and when they were changed: on a shared disk, by another machine's clock."""
-    whole = Checkpoints(run.config.trainer.default_local_dir).whole()
-    return {(folder, folder.stat().st_mtime_ns) for folder in whole}
+    return {(folder, folder.stat().st_mtime_ns) for folder in Checkpoints(run.config.trainer.default_local_dir).whole()}
 
 
 def _start_trainer(run: Run, before: set[tuple[Path, int]]) -> Service:
@@ -159,8 +158,7 @@ async def servers_healthy(run: Run, api: Service, inference: InferenceServices) 
     async def answers() -> bool:
         run.check()
         try:
-            async with run.api_client(api.url) as client:
-                return bool(await client.status())
+            return bool(await run.ask_api(api.url, TrajectoryApiClient.status))
         except TrajectoryApiError:
             return False
 

@@ -34,8 +34,11 @@ def all_alarms(history: RunHistory) -> list[dict[str, Any]]:
         found += _newest(_server_behind(history), False, {})
     for alarm in found:
         known = ALARMS.get(alarm["alarm"], UNKNOWN)
-        alarm["settings"] = {key: shown(history.config[key]) for key in known.settings if key in history.config}
-        alarm |= {"means": known.means, "where": known.chart}
+        alarm |= {
+            "means": known.means,
+            "where": known.chart,
+            "settings": {key: shown(history.config[key]) for key in known.settings if key in history.config},
+        }
     return sorted(found, key=lambda alarm: (alarm["state"] != "raised", ALARMS.get(alarm["alarm"], UNKNOWN).cause))
 
 
@@ -45,14 +48,21 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool, seen: Seen) -> list
     for (name, environment), about in by_alarm(lines).items():
         raised, last = [line for line in about if line["state"] == "raised"], about[-1]
         begun = raised[-1] if raised else {"seen": about[0].get("seen")}
-        ends = [step for step in (last.get("step"), last.get("since_step")) if step is not None]
-        alarm = {key: last.get(key) for key in ("state", "since_step", "advice")}
-        alarm |= {"alarm": name, "environment": environment, "times": len(raised), "recorded": recorded}
-        alarm |= {"seen": begun.get("seen"), "raised_step": begun.get("step"), "seen_last": last.get("seen")}
+        alarm = {
+            "alarm": name,
+            "environment": environment,
+            **{key: last.get(key) for key in ("state", "since_step", "advice")},
+            "seen": begun.get("seen"),
+            "raised_step": begun.get("step"),
+            "times": len(raised),
+            "recorded": recorded,
+        }
         if last["state"] == "raised":
-            alarm["seen_last"] = seen.get((name, environment), last["seen"])
-        # a start from an earlier checkpoint clears it at that step
-        found.append(alarm | {"until_step": None if last["state"] == "raised" else max(ends, default=None)})
+            alarm |= {"seen_last": seen.get((name, environment), last["seen"]), "until_step": None}
+        else:  # a start from an earlier checkpoint clears it at that step
+            ends = [step for step in (last.get("step"), last.get("since_step")) if step is not None]
+            alarm |= {"seen_last": last.get("seen"), "until_step": max(ends, default=None)}
+        found.append(alarm)
     return found
 
 

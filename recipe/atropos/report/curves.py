@@ -12,7 +12,6 @@ import numpy as np
 from recipe.atropos.report.chart_table import CHARTS
 from recipe.atropos.report.run_history import SENT, RunHistory, phases_of
 from recipe.atropos.report.scores import extent, score_range
-from recipe.atropos.run.evaluations import held_out
 
 T = TypeVar("T")
 POINTS = 400  # of a curve; a screen has hardly more pixels for one
@@ -70,12 +69,12 @@ def _scores(history: RunHistory) -> dict[str, Any]:
 
 
 def _held_out(history: RunHistory) -> dict[str, Any]:
-    series, evaluations = [], held_out(history.evaluations)
-    for name, values in evaluations.items():
+    series = []
+    for name, values in history.held_out.items():
         xs, ys, items, _ = zip(*values, strict=True)
         which = f" ({items[-1]:.0f} items)" if items[-1] else ""
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
-    names = sorted({values[0].metric for values in evaluations.values()})
+    names = sorted({values[0].metric for values in history.held_out.values()})
     values = [y for each in series for y in each["y"] if y is not None]
     about = "Score on items that are never trained on. Its range may be another than that of the training score."
     own = f"{', '.join(names)}, from {extent(min(values), max(values))}" if values else ""

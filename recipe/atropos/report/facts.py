@@ -15,7 +15,6 @@ from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.report.run_history import SENT, RunHistory, shown
 from recipe.atropos.report.scores import extent, from_to, score_range, training_scores
-from recipe.atropos.run.evaluations import held_out
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
@@ -46,7 +45,7 @@ def figures(history: RunHistory) -> list[list[str]]:
     span, times, started = score_range(history), history.column("timing_s/step"), history.started
     before, after, _ = training_scores(history)
     held: dict[str, str] = {}
-    for name, values in held_out(history.evaluations).items():
+    for name, values in history.held_out.items():
         first, best = values[0], max(values, key=lambda value: value.score)
         held[f"held-out score, {name}"] = f"{first.score:.3f} at step {first.step}"
         if len(values) > 1:

@@ -14,7 +14,7 @@ from typing import Any
 
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
-from recipe.atropos.run.evaluations import read_evaluations
+from recipe.atropos.run.evaluations import Evaluation, held_out, read_evaluations
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import PHASES, ItemCounts, read_metrics
 from recipe.atropos.run.status import is_finished
@@ -80,6 +80,11 @@ class RunHistory:
         return min((line["time"] for lines in files for line in lines[:1] if "time" in line), default=None)
 
     @cached_property
+    def held_out(self) -> dict[str, list[Evaluation]]:
+        """The evaluations of each environment, in order."""
+        return held_out(self.evaluations)
+
+    @cached_property
     def outcomes(self) -> dict[str, list[Outcomes]]:
         """What became of the items, by environment, in order; lines without a new item are left out."""
         return {name: list(_differences(lines)) for name, lines in self.reports.items()}
@@ -92,9 +97,8 @@ class RunHistory:
         """Return the sums over all steps of the metrics that start with ``prefix``, by the rest of their names."""
         found: Counter[str] = Counter()
         for line in self.lines:
-            for key, value in line.items():
-                if key.startswith(prefix) and isinstance(value, int | float):
-                    found[key.removeprefix(prefix)] += value
+            own = {key: value for key, value in line.items() if key.startswith(prefix)}
+            found.update({key.removeprefix(prefix): n for key, n in own.items() if isinstance(n, int | float)})
         return found
 
     def item_totals(self, name: str) -> Counter[str]:

@@ -3,7 +3,6 @@
 import numpy as np
 
 from recipe.atropos.report.run_history import RunHistory
-from recipe.atropos.run.evaluations import held_out
 
 _LEAST = 0.02  # change of a held-out score whose number of items is unknown
 
@@ -14,7 +13,7 @@ def gains(history: RunHistory) -> dict[str, float]:
     Two standard errors of the difference of two shares; environments with one evaluation are left out.
     """
     found = {}
-    for name, values in held_out(history.evaluations).items():
+    for name, values in history.held_out.items():
         if len(values) > 1:
             (_, before, of, _), (_, after, items, _) = values[0], values[-1]
             noise = _LEAST

@@ -19,7 +19,7 @@ from recipe.atropos.report.run_history import RunHistory
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.sources.numbered import Batch, DataSourceError
-from recipe.atropos.sources.recorded import read_batch
+from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.secret import read_config_yaml
 from recipe.atropos.verl_ext.batch import DataProto
 
@@ -32,7 +32,8 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     need the model and the run.
 
     Raises:
-        DataSourceError: there is no such batch, or the estimator needs the model.
+        DataSourceError: there is no such step, or the estimator needs the model.
+        TrajectoryStoreError: there is no such batch.
     """
     if "old_log_probs" in ESTIMATORS[config.algorithm.adv_estimator].tensors:
         raise DataSourceError(
@@ -53,12 +54,14 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
 
 
 def batch_of_step(run: RunDir, step: int) -> Batch:
-    """Return the groups that ``step`` was trained on; raise DataSourceError if the run has no such step or batch."""
+    """Return the groups that ``step`` was trained on; raise DataSourceError if the run has no such step, and
+    TrajectoryStoreError if its store has no such batch.
+    """
     numbers = {line["step"]: line.get("atropos/batch") for line in read_metrics(run.path)}
     if numbers.get(step) is None:
         there = f"it has steps {min(numbers)} to {max(numbers)}" if numbers else "it has none"
         raise DataSourceError(f"step {step}: {run.path} has trained no such step; {there}")
-    return read_batch(run.trajectories, int(numbers[step])).groups
+    return records.read(run.trajectories, int(numbers[step]))
 
 
 def origin_of_advantages(config: DictConfig, rows: DataProto, row: int) -> str:
@@ -113,7 +116,8 @@ def token_columns(
     them together ``limit``.
 
     Raises:
-        DataSourceError: the batches are not there, or the estimator needs the model.
+        TrajectoryStoreError: the batches are not there.
+        DataSourceError: the estimator needs the model.
     """
     config = read_config_yaml(history.run.config)  # not checked: an earlier version had other keys
     OmegaConf.resolve(config)
@@ -124,15 +128,15 @@ def token_columns(
         model.path = str(history.run.model)  # the run may have been copied from another machine
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     found: dict[tuple[int, int], dict[str, Any]] = {}
-    failed: DataSourceError | None = None
+    failed: DataSourceError | records.TrajectoryStoreError | None = None
     numbers = {line["step"]: int(line["atropos/batch"]) for line in history.lines if "atropos/batch" in line}
     left = limit
     for step, rows in chosen.items():
         if step not in numbers:
             continue
         try:
-            recorded = rows_of_step(config, step, read_batch(history.run.trajectories, numbers[step]).groups)
-        except DataSourceError as error:  # some batches may have been removed
+            recorded = rows_of_step(config, step, records.read(history.run.trajectories, numbers[step]))
+        except (DataSourceError, records.TrajectoryStoreError) as error:  # some batches may have been removed
             failed = error
             continue
         unused = dict(enumerate(recorded.non_tensor_batch["uid"]))  # each row is shown once

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from recipe.atropos.report.run_history import RunHistory
-from recipe.atropos.report.scores import from_to, gains, held_out, training_scores
+from recipe.atropos.report.scores import from_to, gains, training_scores
 
 # Steps, before a change of the training score is believed, and before none means anything: the first and last fifth of
 # the demonstration differ by more than their noise from step 20 on with every seed.
@@ -66,7 +66,7 @@ def _outcome(history: RunHistory) -> tuple[str, Level]:
 
 
 def _figures(history: RunHistory) -> str:
-    parts, scores = [], held_out(history.evaluations)
+    parts, scores = [], history.held_out
     for name, gain in gains(history).items():
         (_, before, *_), (_, after, items, _) = scores[name][0], scores[name][-1]
         several = f" {name}" if len(scores) > 1 else ""

@@ -87,9 +87,6 @@ class RunDir:
     def evaluation_of(self, version: int, environment: str) -> Path:
         return self.evaluation / str(version) / environment
 
-    def reward_bridge(self, environment: str) -> Path:
-        return self.environments / f"{environment}.reward_bridge.yaml"
-
     def environment_report(self, name: str, replica: int | str = 0) -> Path:
         return self.environments / (f"{name}.{replica}.jsonl" if replica else f"{name}.jsonl")
 

@@ -124,8 +124,7 @@ class EnvReport:
         if self._path is None or not news or (now - self._time < _SECONDS and not at_once):
             return
         self._settle()
-        state_now = {"step": step, "in_flight": self.in_flight}
-        self.add_line({**state_now, "counts": dict(self.counts), "means": self._means})
+        self.add_line({"step": step, "in_flight": self.in_flight, "counts": dict(self.counts), "means": self._means})
         self._time, self._written = now, state
 
     def add_line(self, values: dict[str, Any]) -> None:

@@ -263,11 +263,12 @@ class RunReader:
         }
         servers = {server["url"]: _health_of_server(server) for server in (pool or {}).get("servers", ())}
         ended = "ended" if state == ENDING else "down", "ended"
-        found = []
-        for name, entry in listing.items():
-            health, detail = (known.get(name) or servers.get(entry["url"], _FINE)) if name in living else ended
-            found.append(ServiceStatus(name, health, detail))
-        return tuple(service for service in found if service.name != LAUNCHER), diagnosis
+        states = {  # (health, detail)
+            name: (known.get(name) or servers.get(entry["url"], _FINE)) if name in living else ended
+            for name, entry in listing.items()
+            if name != LAUNCHER
+        }
+        return tuple(ServiceStatus(name, *state) for name, state in states.items()), diagnosis
 
 
 @functools.lru_cache(maxsize=1)

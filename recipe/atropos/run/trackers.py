@@ -56,7 +56,7 @@ def overview(metrics: Mapping[str, Any], held_out: Mapping[int, float]) -> dict[
     return {f"a_overview/{name}": value for name, value in found.items()}
 
 
-class Trackers:
+class Trackers(contextlib.AbstractContextManager["Trackers"]):
     """The trackers of ``trainer.logger``. Use as a context manager, which waits for uploads at its end."""
 
     def __init__(self, config: DictConfig, done: int):
@@ -64,11 +64,8 @@ class Trackers:
         trainer = config.trainer
         if "wandb" in trainer.logger:
             _name_wandb_run(RunDir(config.run.dir), resumed=done > 0)
-        start = {name: _starter(name, trainer, public_config(config), done) for name in trainer.logger}
-        self._trackers = [_Tracker(name, begin) for name, begin in start.items()]
-
-    def __enter__(self) -> "Trackers":
-        return self
+        public = public_config(config)
+        self._trackers = [_Tracker(name, _starter(name, trainer, public, done)) for name in trainer.logger]
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for tracker in self._trackers:

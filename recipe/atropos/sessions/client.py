@@ -48,9 +48,7 @@ def scored_group(outcomes: Sequence[tuple[str, float, dict[str, Any]]], env: str
 
 
 class SessionClient(JsonClient):
-    """Used as ``async with SessionClient(url, key) as client``; ``key`` is the environments'. A server may be away for
-    two minutes, as while it is started again.
-    """
+    """``key`` is the environments'. A server may be away for two minutes, as while it is started again."""
 
     def __init__(self, url: str, key: str | None):
         super().__init__(url, key, _CALL_SECONDS)

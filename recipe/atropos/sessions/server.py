@@ -114,7 +114,7 @@ class SessionServer:
         return app
 
     async def _run(self, app: web.Application) -> Any:
-        async with self.client, self._api:
+        async with self._api:
             self._tasks |= {asyncio.create_task(_repeat(work)) for work in (self._groups.poll, self._settle)}
             yield
             for task in self._tasks:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.sources.numbered import DataSourceError
 from recipe.atropos.trajectory_api import records
 from recipe.atropos.trajectory_api.client import NumberedBatch
 
@@ -27,10 +26,10 @@ class RecordedSource:
         pass
 
     def next_batch(self, meanwhile: Callable[[], object] | None = None) -> NumberedBatch:
-        """Return the next batch; raise DataSourceError if it is not in the store."""
-        batch = read_batch(self.directory, self.after + 1)
+        """Return the next batch; raise TrajectoryStoreError if it is not in the store."""
+        groups = records.read(self.directory, self.after + 1)
         self.after += 1
-        return batch
+        return NumberedBatch(self.after, groups)
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -39,14 +38,6 @@ class RecordedSource:
         """Tell nobody: there is no Trajectory API."""
 
     weights_pushed = batch_is_empty = commit
-
-
-def read_batch(directory: str | Path, number: int) -> NumberedBatch:
-    """Return a batch of a store; raise DataSourceError if it is not there."""
-    try:
-        return NumberedBatch(number, records.read(Path(directory), number))
-    except records.TrajectoryStoreError as error:
-        raise DataSourceError(str(error)) from error
 
 
 class NoServers:

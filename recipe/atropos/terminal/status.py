@@ -50,8 +50,13 @@ def _rows(files: RunDir, summary: dict) -> dict[str, str]:
     seconds = summary.get("seconds_in_all", summary.get("seconds", 0.0))
     tokens, sequences = summary.get("tokens_trained", 0), summary.get("sequences_trained", 0)
     model = next((folder for folder in (files.model, files.adapter) if folder.exists()), files.model)
-    outputs = {"model": model, "report": files.report, "plot": files.reward_picture}
-    outputs |= {"metrics": files.metrics, "summary": files.summary}
+    outputs = {
+        "model": model,
+        "report": files.report,
+        "plot": files.reward_picture,
+        "metrics": files.metrics,
+        "summary": files.summary,
+    }
     rows = {
         "score": f"{scores[0]:+.3f} -> {scores[-1]:+.3f} (mean of a step's samples)" if scores else "",
         **{"held-out" + (f" {name}" if len(held) > 1 else ""): _heldout(found) for name, found in held.items()},

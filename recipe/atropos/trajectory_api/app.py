@@ -77,7 +77,7 @@ class Api:
         query = request.query if request.method == "GET" else {}
         if service.trainer is not None and caller.epoch == service.epoch:
             service.trainer.seen = time.monotonic()
-        arguments = found.arguments(await _body(request) if found.reads else b"", query, caller)
+        arguments = found.arguments(await _body(request), query, caller)
         if found.with_epoch and caller.epoch is None and service.trainer and service.trainer.numbers:
             raise RequestRefused(422, f"{path} without {wire.EPOCH_HEADER}: send the epoch that /register answered")
         answer = found.function(service, **arguments)
@@ -231,11 +231,9 @@ async def batch(
     response, parts = web.StreamResponse(headers=_JSON), _json_parts(number, records, after is not None)
     if wire.PACKED in caller.request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})
-        parts = (wire.prefix([*map(len, records)]), *records)
-        response.content_length = sum(map(len, parts))
-    written = await _written(caller.request, response, parts)
-    if after is None:
-        delivery.stock_delivered(service, epoch, number, written)
+        parts, response.content_length = records, sum(map(len, records))
+    if await _written(caller.request, response, parts) and after is None:
+        delivery.stock_delivered(service, epoch, number)
     return response
 
 

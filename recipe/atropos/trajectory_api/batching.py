@@ -34,7 +34,7 @@ divides ``batch_size``.
 import bisect
 import itertools
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +102,6 @@ class EnvironmentQueue:
     groups: Counter[int] = field(default_factory=Counter)  # posted, by size
     waiting: deque[Entry] = field(default_factory=deque)  # groups without a ticket that are not in the order yet
     asks: list[BatchRequest] = field(default_factory=list)
-    next_size: int = 0  # sequences of what it adds to the order next
     latest: int = 0  # sequences of what it added last
     expected: float = 0.0  # the time until which its next request is waited for, since it has announced it
     lost: int = 0  # sequences of its tickets that ended without a group since its last group
@@ -115,6 +114,11 @@ class EnvironmentQueue:
     @property
     def wants(self) -> bool:
         return bool(self.waiting or self.asks or self.expected)
+
+    @property
+    def next_size(self) -> int:
+        """Sequences of what it adds to the order next; of a request that was announced, those of the one before."""
+        return self.waiting[0].size if self.waiting else self.asks[0].size if self.asks else self.latest
 
     @property
     def sequences(self) -> int:
@@ -135,13 +139,13 @@ class BatchPlan:
 
 class Queue:
     """What waits for a batch. ``batch_size`` is None until a trainer registers; ``sizes`` counts the posted groups by
-    their sizes, ``tokens`` their tokens.
+    their sizes, ``tokens`` their tokens. ``environments`` has what each has in the queue, also a new one.
     """
 
     def __init__(self) -> None:
         self.batch_size: int | None = None
         self.exact = False
-        self.environments: dict[int | None, EnvironmentQueue] = {}
+        self.environments: defaultdict[int | None, EnvironmentQueue] = defaultdict(EnvironmentQueue)
         self.order: list[Entry] = []
         self.tickets: dict[int, Entry] = {}  # open, by number
         self.hung: dict[int, Entry] = {}  # released since they took long; a group may come after all
@@ -153,12 +157,6 @@ class Queue:
 
     def __iter__(self) -> Iterator[Entry]:
         return itertools.chain(self.order, *(env.waiting for env in self.each()))
-
-    def environment(self, env: int | None) -> EnvironmentQueue:
-        """Return what an environment has in the queue, from now on if it is new."""
-        if env not in self.environments:
-            self.environments[env] = EnvironmentQueue()
-        return self.environments[env]
 
     def each(self) -> Iterable[EnvironmentQueue]:
         """Return what each environment has in the queue, once for all its replicas."""
@@ -201,12 +199,12 @@ class Queue:
 
         ``of``: the first of its replicas, whose queue is this one's too; None: it has none.
         """
-        own = self.environments.setdefault(env, self.environment(env if of is None else of))
+        own = self.environments.setdefault(env, self.environments[env if of is None else of])
         own.name, own.weight, own.minimum = name, weight, minimum
 
     def add(self, entry: Entry) -> None:
         """Queue a group, or an open ticket. A group without a ticket waits for its environment's turn."""
-        env = self.environment(entry.env)
+        env = self.environments[entry.env]
         if entry.is_open:
             self.tickets[entry.number] = entry
             env.begun += entry.size
@@ -249,23 +247,22 @@ class Queue:
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.tokens += sign * entry.tokens
-        for sizes in (self.sizes, self.environment(entry.env).groups):
-            sizes[entry.size] += sign
-            if not sizes[entry.size]:
-                del sizes[entry.size]
+        change = Counter({entry.size: sign})
+        self.sizes += change  # which keeps no 0
+        self.environments[entry.env].groups += change
 
     # ------------------------------------------------------------------ turns
 
     def ask(self, ask: BatchRequest) -> None:
         """Let an environment ask for a ticket, until it is issued or ``withdraw`` is called."""
-        env = self.environment(ask.env)
+        env = self.environments[ask.env]
         self._begin_to_want(env)
         env.asks.append(ask)
         env.expected = 0.0
 
     def withdraw(self, ask: BatchRequest) -> None:
         """End a request, if it has no ticket yet."""
-        asks = self.environment(ask.env).asks
+        asks = self.environments[ask.env].asks
         if ask in asks:
             asks.remove(ask)
 
@@ -291,8 +288,6 @@ class Queue:
             del env.asks[0]
         if env.expected and time.monotonic() > env.expected:
             env.expected = 0.0
-        if env.asks_now:
-            env.next_size = env.waiting[0].size if env.waiting else env.asks[0].size
         return env.wants
 
     def place(self, size: int) -> int:

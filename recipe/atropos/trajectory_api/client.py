@@ -21,7 +21,7 @@ import orjson
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
 from tenacity.stop import stop_base
 
-from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack
+from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack_all
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.trajectory_api import wire
 from recipe.atropos.utils.sockets import OwnServers
@@ -152,7 +152,7 @@ class TrajectoryApiClient:
         )
         if headers.get("Content-Type") != wire.PACKED:
             return None
-        return NumberedBatch(int(headers[wire.BATCH_HEADER]), [unpack(record) for record in wire.split(body)])
+        return NumberedBatch(int(headers[wire.BATCH_HEADER]), unpack_all(body))
 
     # ------------------------------------------------------------------ environments
 
@@ -183,8 +183,14 @@ class TrajectoryApiClient:
         """
         async with self._begins.setdefault(env_id, asyncio.Lock()):
             held = self._held.setdefault(env_id, set())
-            message = {"env_id": env_id, "sequences": sequences, "held": sorted(held), "wait": wait}
-            message |= {"more": more, "ahead": ahead}
+            message = {
+                "env_id": env_id,
+                "sequences": sequences,
+                "held": sorted(held),
+                "wait": wait,
+                "more": more,
+                "ahead": ahead,
+            }
             answer = await self.call("POST", "/begin", message, limit=wait + self._timeout)
             self.lacking = answer.get("reason", "")
             if answer["ticket"] is not None:
@@ -200,7 +206,7 @@ class TrajectoryApiClient:
             RefusedGroup: a group is not what ``ScoredGroup.from_mapping`` takes. The ticket is still open.
             TrajectoryApiError: with status 422 and ``reason``, the API refused a group, and released the ticket.
         """
-        body = wire.join([ScoredGroup.from_mapping(group).pack() for group in groups])
+        body = b"".join(ScoredGroup.from_mapping(group).pack() for group in groups)
         headers = {"Content-Type": wire.PACKED, wire.KEY_HEADER: key or uuid.uuid4().hex}
         if ticket is not None:
             headers[wire.TICKET_HEADER] = str(ticket)

@@ -71,11 +71,15 @@ def connect(path: str | Path, durability: str = "normal") -> sqlite3.Connection:
     """
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
     try:
-        connection.execute(f"PRAGMA page_size = {_PAGE}")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS[durability]}")
-        connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-        connection.executescript(SCHEMA)
+        connection.executescript(
+            f"""
+            PRAGMA page_size = {_PAGE};
+            PRAGMA journal_mode = WAL;
+            PRAGMA synchronous = {SYNCHRONOUS[durability]};
+            PRAGMA wal_autocheckpoint = {_WAL_PAGES};
+            {SCHEMA}
+            """
+        )
         check_format(connection)
         write_run(connection, format=FORMAT)
     except BaseException:
@@ -190,6 +194,7 @@ def append(
     )
     if key is not None:
         connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
+        forget_posts(connection)
     if ticket is not None:
         end_tickets(connection, [ticket])
 
@@ -215,16 +220,14 @@ def drop(connection: sqlite3.Connection, ids: Sequence[int]) -> None:
     connection.executemany("UPDATE groups SET batch = 0 WHERE id = ?", [(id,) for id in ids])
 
 
-def register(connection: sqlite3.Connection, requeue_after: int | None, **values: Any) -> list[Entry]:
-    """Write a trainer's registration; return the groups of the batches after ``requeue_after``, which are queued again.
+def register(connection: sqlite3.Connection, last: int, **values: Any) -> list[Entry]:
+    """Write a trainer's registration; return the groups of the batches after ``last``, which are queued again.
 
     They keep their numbers, and so their order.
     """
-    rows: list[Any] = []
-    if requeue_after is not None:
-        requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
-        rows = connection.execute(requeue, (requeue_after,)).fetchall()
-    write_run(connection, **values)
+    requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
+    rows = connection.execute(requeue, (last,)).fetchall()
+    write_run(connection, last=last, **values)
     return sorted((Entry(*row) for row in rows), key=Entry.place)
 
 

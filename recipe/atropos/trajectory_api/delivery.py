@@ -50,24 +50,22 @@ async def register(service: TrajectoryService, message: Registration) -> dict[st
         else:
             base = message.after
             _check_available(service, base)
-        requeue_after = _requeue_after(service, message, base, last)
+        last = _kept_through(service, message, base, last)
         service.trainer = None  # nobody is given a batch meanwhile
         try:
-            return await _replace(
-                service, message, base, last if requeue_after is None else requeue_after, requeue_after
-            )
+            return await _replace(service, message, base, last)
         finally:
             service.trainer = service.trainer or former
 
 
-def _requeue_after(service: TrajectoryService, message: Registration, base: int, last: int) -> int | None:
-    """Return the number of the batch after which all are queued again; None if none is.
+def _kept_through(service: TrajectoryService, message: Registration, base: int, last: int) -> int:
+    """Return the number of the last batch that stays one: ``last``, or ``base``, after which all are queued again.
 
     For another batch size, and for a stock trainer after one that uses numbered batches, whose batches may not be full.
     """
     size, fits = service.queue.batch_size, service.queue.exact or message.after is not None
     if size is None or (size == message.batch_size and fits and base >= service.resized) or base >= last:
-        return None
+        return last
     if base < service.committed:
         raise RequestRefused(
             409,
@@ -77,10 +75,8 @@ def _requeue_after(service: TrajectoryService, message: Registration, base: int,
     return base
 
 
-async def _replace(
-    service: TrajectoryService, message: Registration, base: int, last: int, requeue_after: int | None
-) -> dict[str, Any]:
-    """Write a registration, and then make it that of the service; ``last`` is the number of the last batch there is."""
+async def _replace(service: TrajectoryService, message: Registration, base: int, last: int) -> dict[str, Any]:
+    """Write a registration, and then make it that of the service; ``last``: the number of the last batch that stays."""
     if base > last:
         if last:
             logger.warning("the trainer has batches through %d, this store only through %d; counting on", base, last)
@@ -90,7 +86,6 @@ async def _replace(
     resized = min(service.resized, last) if service.queue.batch_size in (None, message.batch_size) else last
     groups = await service.store.write(
         database.register,
-        requeue_after,
         registration=msgspec.to_builtins(message),
         **{"epoch": epoch, "base": base, "cursor": cursor, "served": base, "weights": base, "empty": [], "last": last},
         committed=committed,
@@ -100,7 +95,7 @@ async def _replace(
         logger.info("batches %d to %d are requeued: %d groups", last + 1, service.last, len(groups))
         service.count("requeued", len(groups))
     service.epoch, service.last, service.cursor, service.committed = epoch, last, cursor, committed
-    service.served, service.resized, service.delivered = base, resized, True
+    service.served, service.resized = base, resized
     service.trainer = RegisteredTrainer(message, base, base, time.monotonic())
     for group in groups:
         service.queue.add(service.known(group))
@@ -168,27 +163,23 @@ async def numbered_batch(
     if after > service.last:
         raise RequestRefused(422, f"after={after}: the last batch is {service.last}; register with after={after} first")
     deadline = time.monotonic() + min(max(wait, 0.0), _LONGEST_WAIT)
-    trainer.waiting += 1
-    try:
-        while service.trainer is trainer:
-            cut = after < service.last or (after == service.last and _cut(service))
-            remaining = deadline - time.monotonic()
-            if cut and await _stored(service, remaining):
-                if service.trainer is not trainer:
-                    break
-                trainer.waiting_since = None
-                if trainer.numbers:
-                    service.served = max(service.served, after + 1)
-                return after + 1
-            trainer.waiting_since = None if prefetch else trainer.waiting_since or time.monotonic()
-            if cut or remaining <= 0:
-                return None
-            await service.wait_for_change(remaining)
-            trainer.seen = time.monotonic()
-        _poll_trainer(service, epoch)
-        return None
-    finally:
-        trainer.waiting -= 1
+    while service.trainer is trainer:
+        cut = after < service.last or (after == service.last and _cut(service))
+        remaining = deadline - time.monotonic()
+        if cut and await _stored(service, remaining):
+            if service.trainer is not trainer:
+                break
+            trainer.waiting_since = None
+            if trainer.numbers:
+                service.served = max(service.served, after + 1)
+            return after + 1
+        trainer.waiting_since = None if prefetch else trainer.waiting_since or time.monotonic()
+        if cut or remaining <= 0:
+            return None
+        await service.wait_for_change(remaining)
+        trainer.seen = time.monotonic()
+    _poll_trainer(service, epoch)
+    return None
 
 
 def _cut(service: TrajectoryService) -> bool:
@@ -226,7 +217,7 @@ async def stock_batch(service: TrajectoryService) -> int | None:
     if service.trainer is not None and service.trainer.numbers:  # else what it was sent would be acknowledged
         raise RequestRefused(409, "this trainer's batches are numbered; call /register first")
     trainer = _poll_trainer(service, None)
-    if service.delivered and service.served > service.cursor:
+    if service.served > service.cursor:
         service.cursor = service.served
         service.store.write(database.write_run, cursor=service.cursor)
         await _delete(service, service.cursor)
@@ -235,16 +226,14 @@ async def stock_batch(service: TrajectoryService) -> int | None:
         trainer.waiting_since = trainer.waiting_since or time.monotonic()
         return None
     trainer.waiting_since = None
-    service.served, service.delivered = service.cursor + 1, False
-    return service.served
+    return service.cursor + 1
 
 
-def stock_delivered(service: TrajectoryService, epoch: int, number: int, written: bool) -> None:
-    """Note whether the answer to ``stock_batch`` was written; if so, a restart of the server does not send it again."""
-    if (service.epoch, service.served) == (epoch, number):
-        service.delivered = written
-        if written:
-            service.store.write(database.write_run, served=number)
+def stock_delivered(service: TrajectoryService, epoch: int, number: int) -> None:
+    """Note that the answer to ``stock_batch`` was written whole: it is not sent again, after a restart neither."""
+    if (service.epoch, service.cursor + 1) == (epoch, number):
+        service.served = number
+        service.store.write(database.write_run, served=number)
 
 
 @endpoint("POST", "/commit", for_trainers=True, with_epoch=True)

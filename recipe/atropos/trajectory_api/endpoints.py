@@ -10,10 +10,9 @@ Field names are those of atroposlib's API.
 """
 
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from aiohttp import web
@@ -89,11 +88,6 @@ class Endpoint:
     for_trainers: bool
     with_epoch: bool
 
-    @property
-    def reads(self) -> bool:
-        """Whether the body is read."""
-        return self.message is not None or "body" in self.wants
-
     def arguments(self, body: bytes, query: Mapping[str, str], caller: Caller) -> dict[str, Any]:
         """Return the arguments of ``function`` after the service; numbers may be strings, as pydantic allows.
 
@@ -125,7 +119,7 @@ def endpoint(
     """Return a decorator that makes a function an endpoint; see the module, and ``Endpoint``."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        types = typing.get_type_hints(function, include_extras=True)
+        types = get_type_hints(function, include_extras=True)
         given = [*inspect.signature(function).parameters.values()][1:]
         fields: list[Any] = []
         for one in given:

@@ -121,15 +121,16 @@ class RegisteredEnvironments:
         weight = tokens[number] / total if total > 0 else 1.0
         largest = max(queue.sizes, default=1)
         group_size = max(1, own.registration.group_size)
-        queued, others = queue.environment(number).sequences, 0
-        for other in queue.each():
-            if other is not queue.environment(number):
-                minimum = int((queue.batch_size or 0) * other.minimum)
-                others += max(0, math.ceil(other.sequences / largest) * largest - minimum)
+        queued, batch_size = queue.environments[number], queue.batch_size or 0
+        others = sum(
+            max(0, math.ceil(other.sequences / largest) * largest - int(batch_size * other.minimum))
+            for other in queue.each()
+            if other is not queued
+        )
         return {
-            "queue_size": (queued + others) // group_size,
+            "queue_size": (queued.sequences + others) // group_size,
             "unallocated_fraction": 1.0 - min(1.0, allocated),
-            "self_queue_size": queued // group_size,
+            "self_queue_size": queued.sequences // group_size,
             "max_group_size": largest,
             "env_weight": max(LEAST_WEIGHT, weight),
         }

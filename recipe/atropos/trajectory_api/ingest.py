@@ -229,12 +229,11 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
     if key is not None and (earlier := service.posts.get(key)) is not None:
         if earlier != len(groups):
             raise RequestRefused(409, f"key={key}: a post of {earlier} groups had this key; give each post its own")
-        if key in service.posting:
-            await asyncio.shield(service.posting[key])
+        await service.store.write(database.end_tickets, [])  # after the earlier one, which may not be stored yet
         return
     begun = service.queue.claim(ticket)
     if (timed := begun or service.queue.hung.pop(ticket, None)) is not None:
-        service.queue.environment(timed.env).seconds.append(time.monotonic() - timed.begun)
+        service.queue.environments[timed.env].seconds.append(time.monotonic() - timed.begun)
     number, due = (service.take_number(), 0) if begun is None else (begun.number, begun.due)
     entries = [
         Entry(number, group.env_id, group.trajectories, len(group.tokens), id, due)
@@ -243,7 +242,7 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
     service.next_id += len(groups)
     stored = service.store.write(database.append, entries, [group.record for group in groups], key, ticket)
     if key is not None:
-        service.posts[key], service.posting[key] = len(groups), stored
+        service.posts[key] = len(groups)
     indexed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def index(stored: "asyncio.Future[None]") -> None:
@@ -277,7 +276,6 @@ def _index(
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
     if key is not None:
-        service.posting.pop(key, None)  # a retry amid a reset has begun another
         service.posts[key] = len(groups)  # also after a reset meanwhile
     if service.trainer is not None and not all(service.queue.takes(entry.size) for entry in entries):
         service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile

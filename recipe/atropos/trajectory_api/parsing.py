@@ -6,6 +6,7 @@ Guarantees:
 - The fast path and ``ScoredGroup.from_mapping`` accept the same groups, with the same values.
 """
 
+import contextlib
 import json
 from typing import Any
 
@@ -14,16 +15,11 @@ import orjson
 import simdjson
 
 from recipe.atropos.data.reasons import Reason, RefusedGroup
-from recipe.atropos.data.scored_group import FIELDS, FLOATS, ScoredGroup, read_header, unpack
-from recipe.atropos.trajectory_api.wire import split
+from recipe.atropos.data.scored_group import FIELDS, FLOATS, ScoredGroup, read_header, unpack_all
 
 _PER_TOKEN = ("tokens", "masks", *FLOATS)
 _OPEN = ord("[")
 _parser = simdjson.Parser()
-
-
-class _Unusual(ValueError):  # noqa: N818  (not an error: ``from_mapping`` decides)
-    """The fast path does not handle this body."""
 
 
 def parse_json(body: bytes, several: bool) -> list[ScoredGroup]:
@@ -34,7 +30,7 @@ def parse_json(body: bytes, several: bool) -> list[ScoredGroup]:
     """
     try:
         fast = _fast(body, several)
-    except (TypeError, ValueError, RuntimeError):  # simdjson's, and ``_Unusual``
+    except (TypeError, ValueError, RuntimeError):  # its form is unusual: ``from_mapping`` decides
         groups = _load(body)
     else:
         return [group.checked() for group in fast]
@@ -49,19 +45,21 @@ def parse_packed(body: bytes) -> list[ScoredGroup]:
     Raises:
         RefusedGroup: as ``parse_json``.
     """
-    return [unpack(record).checked() for record in split(body)]
+    return [group.checked() for group in unpack_all(body)]
 
 
 def environments_of(body: bytes, packed: bool) -> list[int | None]:
     """Return the environment of each group of a refused body, None where it has none or cannot be read."""
     try:
-        if packed:
-            return [read_header(record)[0].env_id for record in split(body)] or [None]
+        if packed:  # of the first, if it was refused for what follows its header
+            with contextlib.suppress(RefusedGroup):
+                return [group.env_id for group in unpack_all(body)]
+            return [read_header(body)[0].env_id]
         groups = _load(body)
     except RefusedGroup:
         return [None]
-    groups = [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else [groups]
-    ids = [group.get("env_id") if isinstance(group, dict) else None for group in groups]
+    groups = groups if isinstance(groups, list) else [groups]
+    ids = [group.get("env_id") for group in groups if isinstance(group, dict)]
     return [id if type(id) is int else None for id in ids] or [None]
 
 
@@ -76,18 +74,18 @@ def _fast(body: bytes, several: bool) -> list[ScoredGroup]:
     """
     document = _parser.parse(body)
     if not isinstance(document, simdjson.Array if several else simdjson.Object):
-        raise _Unusual
+        raise ValueError
     brackets = int(several)
     groups = []
     for group in document if several else (document,):
         if not isinstance(group, simdjson.Object):
-            raise _Unusual
+            raise ValueError
         found, of_group = _fast_group(group)
         groups.append(found)
         brackets += of_group
     # simdjson flattens nested lists; only their brackets tell [1, [2]] from [1, 2].
     if np.count_nonzero(np.frombuffer(body, np.uint8) == _OPEN) != brackets:
-        raise _Unusual
+        raise ValueError
     return groups
 
 
@@ -99,7 +97,7 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
     scores, env_id, brackets = None, None, 0
     keys = list(group.keys())
     if len(set(keys)) != len(keys):  # the last value counts, as in Python's json
-        raise _Unusual
+        raise ValueError
     for key in keys:
         value = group[key]
         if value is None:
@@ -110,7 +108,7 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
             kind, dtype = ("d", np.float64) if key in FLOATS else ("i", np.int64)
             flat[key] = np.frombuffer(value.as_buffer(of_type=kind), dtype)
             if rows != lengths or -1 in rows or len(flat[key]) != sum(rows):
-                raise _Unusual
+                raise ValueError
             brackets += 1 + len(rows)
         elif key == "scores" and isinstance(value, simdjson.Array):
             scores = np.frombuffer(value.as_buffer(of_type="d"), np.float64)
@@ -123,9 +121,9 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
             if key in FIELDS:
                 raw[key] = text
         else:
-            raise _Unusual
+            raise ValueError
     if scores is None or not {"tokens", "masks"} <= flat.keys() or len(scores) != len(lengths or ()):
-        raise _Unusual
+        raise ValueError
     floats = {name: flat[name] for name in FLOATS if name in flat}
     return ScoredGroup(
         np.array(lengths, np.int64), flat["tokens"], flat["masks"], scores, floats, raw, env_id

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from cachetools import FIFOCache
 
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.batching import (
@@ -69,9 +70,8 @@ class RegisteredTrainer:
     registration: Registration
     base: int  # number of the last batch before its first
     weights: int
-    seen: float = 0.0
+    seen: float = 0.0  # by its last request, or amid one that waits
     empty: set[int] = field(default_factory=set)
-    waiting: int = 0  # its long polls
     waiting_since: float | None = None  # since when there is no batch for it, and it has none to train on
 
     @property
@@ -81,7 +81,7 @@ class RegisteredTrainer:
 
     @property
     def live(self) -> bool:
-        return self.waiting > 0 or time.monotonic() - self.seen < TRAINER_SECONDS
+        return time.monotonic() - self.seen < TRAINER_SECONDS
 
     @property
     def empty_in_a_row(self) -> int:
@@ -103,7 +103,6 @@ class TrajectoryService:
         self._expecting = False  # whether ``advance`` is called once an announced request has not come
         self.cutting: asyncio.Future[None] | None = None
         self.registering = asyncio.Lock()  # held by whoever replaces the trainer or the store
-        self.posting: dict[str, asyncio.Future[int | None]] = {}  # by idempotency key
         self.next_id = 1  # of a group; also after a reset, since a post may be on its way
         self.begun_at = time.time()
         with named_errors(self.store.path):
@@ -118,8 +117,8 @@ class TrajectoryService:
         self.resized: int = run.get("resized", 0)
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
-        self.delivered = True  # whether the answer with batch ``served`` was written completely
-        self.posts = loaded.posts
+        self.posts: FIFOCache[str, int] = FIFOCache(database.KEPT_POSTS)  # groups, by idempotency key
+        self.posts.update(loaded.posts)
         self.counts: Counter[str] = Counter()  # of events since the start, or a reset
         self.latest: int | None = loaded.last_id or None
         self.next_id = max(self.next_id, loaded.last_id + 1)
@@ -277,7 +276,6 @@ class TrajectoryService:
             self.forget_gone()
             self.release_hung()
             self.changed()
-            self.forget_posts()
             if trainer is None or trainer.waiting_since is None or now - trainer.waiting_since < QUIET_SECONDS:
                 said = 0.0
                 continue
@@ -336,12 +334,6 @@ class TrajectoryService:
             return None
         self.changed()
         return self.store.write(database.end_tickets, [entry.number for entry in entries])
-
-    def forget_posts(self) -> None:
-        """Forget old posts, if there are many."""
-        if len(self.posts) > 2 * database.KEPT_POSTS:
-            self.posts = dict(list(self.posts.items())[-database.KEPT_POSTS :])
-            self.store.write(database.forget_posts)
 
     async def reset(self) -> None:
         """Take all groups out of the run, forget all registrations, and begin anew."""

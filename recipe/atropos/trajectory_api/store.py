@@ -180,31 +180,24 @@ class TrajectoryStore:
                 self._commit(writes)
 
     def _commit(self, batch: list[_Write]) -> None:
-        """Commit all writes, or none: what one of them fails with, but for want of room, ends the store."""
-        try:
-            results = self._with_room(batch)
-        except Exception as error:
-            failure = self._fail(error)
-            for *_, future in batch:
-                future.set_exception(failure)
-        else:
-            for (*_, future), result in zip(batch, results, strict=True):
-                future.set_result(result)
-
-    def _with_room(self, batch: list[_Write]) -> list[Any]:
-        """Return the results of a transaction; repeat it while the disk is full."""
-        while True:
+        """Commit all writes, or none: what one of them fails with ends the store, but a full disk is waited for."""
+        results: list[Any] | None = None
+        while results is None:
             try:
                 results = self._transaction(batch)
-                self.trouble = ""
-                return results
             except Exception as error:
                 if not _is_full(error, self.folder):
-                    raise
+                    failure = self._fail(error)
+                    for *_, future in batch:
+                        future.set_exception(failure)
+                    return
                 if not self.trouble:
                     logger.error("%s: %s; answers wait until there is room", self.path, error)
                 self.trouble = f"{self.path}: {error}; make room there"
                 time.sleep(_FULL_RETRY)
+        self.trouble = ""
+        for (*_, future), result in zip(batch, results, strict=True):
+            future.set_result(result)
 
     def _transaction(self, batch: list[_Write]) -> list[Any]:
         self.check()

@@ -88,19 +88,12 @@ def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
     Raises:
         DiskFull: nothing is changed, and no partial file is left.
     """
-    path = Path(path)
-    with disk_errors(path), _writer(path.parent) as number:
-        partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
-        try:
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())  # some file systems report a full disk only now
-            os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+    with disk_errors(path), _partial(Path(path)) as partial:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # some file systems report a full disk only now
+        os.replace(partial, path)
 
 
 def sync(path: str | Path) -> None:
@@ -126,11 +119,10 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{path.name}.*{PARTIAL}"):
         remove_partial(left)
-    with disk_errors(path), _writer(path.parent) as number:
-        partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
-        former = path.with_name(f".{path.name}.former.{number}{PARTIAL}")
+    with disk_errors(path), _partial(path) as partial:
+        former = path.with_name(f".{path.name}.former{partial.name.removeprefix(f'.{path.name}')}")
+        partial.mkdir()
         try:
-            partial.mkdir()
             yield partial
             if path.exists():
                 path.rename(former)
@@ -138,23 +130,33 @@ def replace_folder(path: str | Path) -> Iterator[Path]:
         finally:
             if former.exists() and not path.exists():
                 former.rename(path)
-            for folder in (partial, former):
-                shutil.rmtree(folder, ignore_errors=True)
+            discard(former)
 
 
 @contextlib.contextmanager
-def _writer(folder: Path) -> Iterator[int]:
-    """Yield a number for the names of partial files, with a locked file beside them until the block ends: processes in
-    other containers and on other machines see the lock, unlike a pid.
+def _partial(path: Path) -> Iterator[Path]:
+    """Yield a name for what is to replace ``path``, and remove what still has it when the block ends. Until then a file
+    beside it is locked: processes in other containers and on other machines see the lock, unlike a pid.
     """
     number = secrets.randbits(64)
-    with (folder / f".lock.{number}{PARTIAL}").open("xb") as lock:
+    partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
+    with path.with_name(f".lock.{number}{PARTIAL}").open("xb") as lock:
         try:
             with contextlib.suppress(OSError):  # no file can be locked there, so nothing is removed either
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            yield number
+            yield partial
         finally:
-            Path(lock.name).unlink(missing_ok=True)
+            discard(partial)
+            discard(Path(lock.name))
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a folder, if it is there and can be removed."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def remove_partial(partial: Path) -> None:
@@ -174,11 +176,8 @@ def remove_partial(partial: Path) -> None:
         place, former, _ = partial.name.removeprefix(".").rpartition(f".former.{writer}{PARTIAL}")
         if former and partial.is_dir() and not partial.with_name(place).exists():
             partial.rename(partial.with_name(place))
-        elif partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
-        Path(lock.name).unlink(missing_ok=True)
+        discard(partial)
+        discard(Path(lock.name))
 
 
 def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
@@ -199,16 +198,15 @@ def read_json(path: str | Path, default: Any = None, kind: type = dict) -> Any:
         RunDirError: the file is something else, so something else wrote it.
     """
     try:
-        return _decoded(Path(path).read_bytes(), kind)
+        return _of_kind(orjson.loads(Path(path).read_bytes()), kind)
     except FileNotFoundError:
         return default
     except ValueError as error:
         raise RunDirError(f"{path} is damaged ({error}): restore it, or remove it if the run can do without") from error
 
 
-def _decoded(content: bytes, kind: type) -> Any:
-    """Return the value of JSON; raise ValueError if it is not valid, or not of type ``kind``."""
-    value = orjson.loads(content)
+def _of_kind(value: Any, kind: type) -> Any:
+    """Return a value; raise ValueError if it is not of type ``kind``."""
     if not isinstance(value, kind):
         raise ValueError(f"it holds a {type(value).__name__}, not a {kind.__name__}")
     return value
@@ -222,15 +220,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         FileNotFoundError: there is no file.
     """
     try:
-        found = yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        problem = "" if isinstance(found, dict) else f"it holds a {type(found).__name__}, not a mapping"
-    except yaml.YAMLError as error:
+        return _of_kind(yaml.load(Path(path).read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)), dict)
+    except (yaml.YAMLError, ValueError) as error:
         problem = " ".join(str(error).split())
-    if problem:
         raise RunDirError(
             f"{path} is damaged ({problem}): restore it, or remove it, and the command that resumes the run writes it"
-        )
-    return found
+        ) from error
 
 
 def append_line(path: str | Path, value: Any) -> None:
@@ -255,7 +250,7 @@ def append_line(path: str | Path, value: Any) -> None:
             raise
 
 
-def _end_of_last_line(file: Any, block: int = 1 << 16) -> int:
+def _end_of_last_line(file: BinaryIO, block: int = 1 << 16) -> int:
     """Return the size of the file without an unterminated last line."""
     position = file.seek(0, os.SEEK_END)
     while position > 0:
@@ -280,18 +275,17 @@ def bound_log(path: Path, limit: int) -> None:
     with contextlib.suppress(OSError):
         if (size := path.stat().st_size) <= limit:
             return
-        with _writer(path.parent) as number:
-            partial = path.with_name(f".{path.name}.{number}{PARTIAL}")
-            try:
-                with open(path, "r+b", buffering=0) as log, open(os.open(partial, _NEW, 0o600), "wb", 0) as copy:
-                    if size > 2 * limit:
-                        log.seek(size - limit)
-                    room = 2 * limit - _copy(log, copy, 2 * limit)
-                    os.replace(partial, path.with_name(f"{path.name}.1"))
-                    _copy(log, copy, room)
-                    log.truncate(0)
-            finally:
-                partial.unlink(missing_ok=True)
+        with (
+            _partial(path) as partial,
+            open(path, "r+b", buffering=0) as log,
+            open(os.open(partial, _NEW, 0o600), "wb", 0) as copy,
+        ):
+            if size > 2 * limit:
+                log.seek(size - limit)
+            room = 2 * limit - _copy(log, copy, 2 * limit)
+            os.replace(partial, path.with_name(f"{path.name}.1"))
+            _copy(log, copy, room)
+            log.truncate(0)
 
 
 def _copy(source: BinaryIO, target: BinaryIO, most: int) -> int:
@@ -339,7 +333,7 @@ class LineReader:
                 self._offset += len(line)
                 self._number += 1
                 try:
-                    yield _decoded(line, dict)
+                    yield _of_kind(orjson.loads(line), dict)
                 except ValueError as error:
                     raise RunDirError(f"{self._path}, line {self._number} is damaged ({error}): remove it") from error
 

@@ -65,10 +65,9 @@ def interface_variables(own: str = "127.0.0.1") -> dict[str, str]:
 
     For loopback: that of processes that all run on this machine. What the user has set stays.
     """
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == own for address in addresses):
-            return {key: os.environ.get(key, name) for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-    return {}
+    nics = {address.address: name for name, addresses in psutil.net_if_addrs().items() for address in addresses}
+    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if own in nics else ()
+    return {variable: os.environ.get(variable, nics[own]) for variable in variables}
 
 
 def cluster_address(ray_init: Mapping[str, Any]) -> str | None:

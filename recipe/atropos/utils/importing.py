@@ -30,7 +30,9 @@ def named_function(name: str, key: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
     except Exception as error:  # of the module too
-        raise ConfigurationError(f"{key}={name}: {error!r}; give MODULE:function") from error
+        raise ConfigurationError(
+            f"{key}={name}: {error!r}; give MODULE:function, with its folder on PYTHONPATH"
+        ) from error
     if not callable(found):
         raise ConfigurationError(f"{key}={name}: no function, but {found!r:.80}")
     return found

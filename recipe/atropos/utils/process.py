@@ -81,7 +81,7 @@ def free_port(host: str = "127.0.0.1") -> int:
         OSError: a hundred ports were taken.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
-        if port not in _claims and _claimed(port) and port_is_free(port, host):
+        if port not in _claims and _claimed(port) and _is_free(port, host):
             return port
     raise OSError(f"no free port on {host} among a hundred from {_PORTS[0]} to {_PORTS[-1]}: name one that is free")
 
@@ -90,8 +90,12 @@ def default_port(preferred: int, host: str = "127.0.0.1", given: Collection[int]
     """Return `preferred` if nothing listens there, no other launcher of this machine has claimed it, and it is not
     among the ports `given` to other services of this launcher; else a free port."""
     usable = preferred not in given and (preferred in _claims or _claimed(preferred))
-    usable = usable and port_is_free(preferred, host) and port_is_free(preferred, host, socket.SO_REUSEPORT)
-    return preferred if usable else free_port(host)
+    return preferred if usable and _is_free(preferred, host) else free_port(host)
+
+
+def _is_free(port: int, host: str) -> bool:
+    """Return whether nothing listens there, nor do ended connections keep the port from ``sockets.reserve``."""
+    return port_is_free(port, host) and port_is_free(port, host, socket.SO_REUSEPORT)
 
 
 def _claimed(port: int) -> bool:
@@ -211,11 +215,11 @@ class LocalService(Service):
         with contextlib.suppress(OSError):  # it was killed, and the inner one still ends the service
             self.control.settimeout(grace + 2 * _KILL_SECONDS)
             self.control.recv(1)  # nothing, once neither of them holds the socket
-        _signal(self.members(), signal.SIGTERM)  # there are some if both were killed
+        signal_all(self.members(), signal.SIGTERM)  # there are some if both were killed
         kill = time.monotonic() + grace
         while (rest := self.members()) and time.monotonic() < kill + _KILL_SECONDS:
             if time.monotonic() >= kill:
-                _signal(rest, signal.SIGKILL)
+                signal_all(rest, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
         if rest:
             raise self.failure(f"processes {[p.pid for p in rest]} survived SIGKILL")
@@ -396,7 +400,8 @@ def process_lives(pid: int, started: float, booted: float) -> bool:
     return found is not None and abs((found - psutil.boot_time()) - (started - booted)) < _TICKS_SECONDS
 
 
-def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+def signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    """Send a signal to those that live."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)

@@ -5,7 +5,6 @@ only.
 """
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
@@ -13,6 +12,8 @@ import threading
 from typing import Any, NoReturn
 
 import psutil
+
+from recipe.atropos.utils.process import signal_all
 
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
@@ -65,9 +66,5 @@ def _terminated(*_: Any) -> None:
 def _end_children() -> None:
     """Send SIGTERM to all descendants of this process, and SIGKILL to those that do not exit."""
     children = psutil.Process().children(recursive=True)
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.terminate()
-    for child in psutil.wait_procs(children, _CHILDREN_SECONDS)[1]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    signal_all(children, signal.SIGTERM)
+    signal_all(psutil.wait_procs(children, _CHILDREN_SECONDS)[1], signal.SIGKILL)

@@ -17,7 +17,6 @@ import functools
 import itertools
 import os
 import re
-import shutil
 import socket
 import stat
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.files import discard
 from recipe.atropos.utils.private_process import SCRATCH
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -153,10 +153,7 @@ def _machine() -> str:
 def _remove(base: Path, name: str) -> None:
     """Remove a run's entries, the locked one last: without it the others count as a dead run's."""
     for path in sorted((path for run, path in _found(base) if run == name), key=lambda path: path.name == name):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        discard(path)
 
 
 def _lock(path: Path) -> int | None:

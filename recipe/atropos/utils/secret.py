@@ -9,6 +9,7 @@ made from the first, never the reverse, so that one key starts a run. ``python -
 the environments' key of ``$ATROPOS_API_KEY``.
 """
 
+import functools
 import hashlib
 import hmac
 import json
@@ -16,6 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,10 +130,7 @@ def config_yaml(config: DictConfig) -> bytes:
 def restore(settings: Any, hidden: Iterable[Sequence[Any]]) -> None:
     """Put hidden settings back into nested mappings and lists."""
     for (*path, last), value in hidden:
-        inner = settings
-        for key in path:
-            inner = inner[key]
-        inner[last] = value
+        functools.reduce(getitem, path, settings)[last] = value
 
 
 def read_config_yaml(path: str | Path) -> DictConfig:

@@ -46,10 +46,11 @@ class AlarmLimits:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "AlarmLimits":
         """``config``: values by dotted key, with the longest wait; what an earlier version's lacks has its default."""
-        tolerance = config.get("trainer.atropos.logprob_tolerance")
         silent_after = config.get("watchdog.silent_after", cls.silent_after)
         return cls(
-            logprob_tolerance=logprob_tolerance(tolerance, config.get("inference.dtype", "bfloat16")),
+            logprob_tolerance=logprob_tolerance(
+                config.get("trainer.atropos.logprob_tolerance"), config.get("inference.dtype", "bfloat16")
+            ),
             max_staleness=config.get("trainer.atropos.max_staleness"),
             push_every=config.get("trainer.atropos.weight_sync.every", 1),
             distills=config.get("trainer.atropos.distillation.loss_coef", 0) > 0,
@@ -151,7 +152,6 @@ class ServerHistory:
     since: float
     pulse: Pulse
     inflight: int = 0
-    done: int = 0
     error: str = ""
     finished: deque[tuple[float, int, bool]] = field(default_factory=deque)
 
@@ -162,9 +162,9 @@ class ServerHistory:
         done, idle = status["requests"] - status["inflight"], self.inflight == 0
         if idle:
             self.pulse.rest(now)
-        if done > self.done:
+        if done > (self.finished[-1][1] if self.finished else 0):
             self.pulse.move(now)
-        self.done, self.inflight = done, status["inflight"]
+        self.inflight = status["inflight"]
         self.error = status["last_error"] or ""
         self.finished.append((now, done, self.inflight > 0))
         while len(self.finished) > 2 and now - self.finished[1][0] >= _RATE_SECONDS:

@@ -111,9 +111,7 @@ class SharedMemory:
 
     def _on_each(self, urls: Sequence[str], action: Callable[[SGLangClient], Awaitable[None]]) -> None:
         failures = [answer for answer in self.fleet.ask(action, urls).values() if isinstance(answer, InferenceError)]
-        for error in failures:
-            if error.status is None:
-                logger.error("%s: its memory was left alone (%s)", error.url, error)
-        for error in failures:
+        for error in sorted(failures, key=lambda error: error.status is not None):  # a refusal last
             if error.status is not None:
                 raise error
+            logger.error("%s: its memory was left alone (%s)", error.url, error)

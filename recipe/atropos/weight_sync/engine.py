@@ -7,7 +7,6 @@ when rank 0 fails. Only rank 0 talks to the servers, over HTTP.
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AsyncExitStack
 from os.path import realpath
 from typing import Any
 
@@ -61,7 +60,6 @@ class AtroposCheckpointEngine(CheckpointEngine):
         lora_rank: int = 0,
         lora_merge: bool = True,
     ):
-        self.bucket_size = bucket_size
         self.is_master = is_master
         self.model_path = model_path
         self.trust_remote_code = trust_remote_code
@@ -70,7 +68,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
         self.dtype = PrecisionType.to_dtype(dtype)
         self.pause_mode = pause_mode
         self._client_options = {"api_key": api_key, "timeout": timeout}
-        self._capabilities: dict[str, Capabilities] = {}  # by URL; cached, so that a pause need not wait for them
+        self._clients: dict[str, SGLangClient] = {}  # by URL, of servers that are checked
         self._pushed: str | None = None  # the version that every server had after the last push
         self._names: PushedNames | None = None  # None: not compared
         self._transport: WeightTransport
@@ -108,25 +106,19 @@ class AtroposCheckpointEngine(CheckpointEngine):
         try:
             if not self.is_master:
                 return {}
-            async with AsyncExitStack() as stack:
-                clients = [
-                    await stack.enter_async_context(
-                        SGLangClient(url, **self._client_options, capabilities=self._capabilities.get(url))
-                    )
-                    for url in urls
-                ]
-                await on_all(clients, "check", self._check)
-                self._transport.adapter = adapter
-                served, resume = self._served(weights), not self.colocated
-                metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, resume)
-                self._pushed = str(global_steps)
-                return metrics
+            clients = [self._clients.get(url) or SGLangClient(url, **self._client_options) for url in urls]
+            await on_all(clients, "check", self._check)
+            self._transport.adapter = adapter
+            served, resume = self._served(weights), not self.colocated
+            metrics = await push(clients, self._transport, served, global_steps, self.pause_mode, resume)
+            self._pushed = str(global_steps)
+            return metrics
         finally:
             deque(weights, maxlen=0)  # to the end
 
     async def _check(self, client: SGLangClient) -> None:
         """Check that a new or restarted server serves the model that is trained, and can be paused."""
-        if client.url in self._capabilities and await client.weight_version() == self._pushed:
+        if client.url in self._clients and await client.weight_version() == self._pushed:
             return
         capabilities = await client.capabilities(anew=True)
         if self.model_path:
@@ -141,7 +133,7 @@ class AtroposCheckpointEngine(CheckpointEngine):
                 f"{client.url} runs with pp_size={capabilities.arguments['pp_size']}, and such a server goes on "
                 "generating while it is paused: start it with tp_size instead"
             )
-        self._capabilities[client.url] = capabilities
+        self._clients[client.url] = client
 
     def _check_pause_mode(self, url: str, capabilities: Capabilities) -> None:
         try:

@@ -65,8 +65,7 @@ class ServerFleet:
 
         async def ask_one(url: str) -> Any:
             limit = self.timeout if timeouts is None else timeouts[url]
-            async with SGLangClient(url, self.api_key, timeout=limit) as client:
-                return await action(client)
+            return await action(SGLangClient(url, self.api_key, timeout=limit))
 
         async def ask_all() -> dict[str, Any]:
             return dict(zip(urls, await asyncio.gather(*map(ask_one, urls), return_exceptions=True), strict=True))

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletionMessage
 
 from helpers.adapter_cli import run_adapter
 from recipe.atropos.adapter.adapted_env import AdaptedEnv, adapt
-from recipe.atropos.adapter.defaults import complete
+from recipe.atropos.adapter.defaults import WrongKey, complete
 from recipe.atropos.adapter.flags import (
     CommandLine,
     UsageError,
@@ -238,6 +238,11 @@ def test_promises_adapter_completes_what_the_command_line_leaves(run):
     assert said(output)["config"]["total_steps"] == 7
     _, [server] = adapt(load_environment("recipe.atropos.environments.gsm8k")).config_init()
     assert server.api_key == "x"
+
+
+def test_an_environment_without_a_server_is_told_what_to_give():
+    with pytest.raises(WrongKey, match="give --openai.base_url=http://HOST:PORT/v1"):
+        complete(BaseEnvConfig(use_wandb=False), [APIServerConfig(base_url=None)], {}, {})
 
 
 def test_secret_is_hidden_by_environments(run, tmp_path):

@@ -227,3 +227,11 @@ def test_correction_is_verls(settings):
     correct_rollout(found, settings)
     for key in ("response_mask", *(["rollout_is_weights"] if settings.rollout_is else [])):
         assert torch.equal(found.batch[key], expected.batch[key]), key
+
+
+def test_weights_may_all_be_zero():
+    """As IcePop's are where every token is outside: verl's metrics of them divide by 0."""
+    settings, rows = correction(rollout_is="sequence", rollout_is_threshold="0.5_2.0"), rows_of([[4.0, 3.0]])
+    assert "atropos/logprob_diff/mean" in compare_with_engine(rows, 0, settings)
+    correct_rollout(rows, settings)
+    assert not rows.batch["rollout_is_weights"].any()

@@ -250,12 +250,13 @@ def test_bridge_refuses_a_wrong_block_by_key_value_and_fix(block, expected, tmp_
         read_bridge(path)
 
 
-def test_the_documented_block_is_read_with_and_without_its_key(tmp_path):
+def test_the_documented_block_is_read_however_it_is_given(tmp_path):
     documented = re.search(r"\n(    reward_bridge:.*?\n)\n", reward_bridge.__doc__, re.DOTALL)[1]
     (tmp_path / "key.yaml").write_text(documented)
     (tmp_path / "bare.yaml").write_text(yaml.safe_dump(yaml.safe_load(documented)["reward_bridge"]))
     bridge = read_bridge(tmp_path / "key.yaml")
-    assert bridge == read_bridge(tmp_path / "bare.yaml")
+    block = yaml.safe_dump(yaml.safe_load(documented), default_flow_style=True)
+    assert bridge == read_bridge(tmp_path / "bare.yaml") == read_bridge(block)
     assert bridge.largest_difference == pytest.approx(0.8), "the clip's"
     assert sum(bridge.terms("<think> x </think> \\boxed{7}", 200).values()) == pytest.approx(0.5)
 

@@ -205,6 +205,31 @@ def test_run_dir_of_another_number_of_ranks_is_refused(configured, tmp_path, sav
         configured(**{"trainer.n_gpus_per_node": now})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "ranks", "then"),
+    [("strategy", "fsdp", 1, "fsdp2"), ("fsdp_config.fsdp_size", 1, 2, -1), ("fsdp_config.fsdp_size", 2, 2, None)],
+)
+def test_run_dir_of_another_layout_of_ranks_is_refused(configured, tmp_path, key, value, ranks, then):
+    """torch would say only that tensors, or groups of the optimizer, do not fit. As many as all ranks is no other."""
+    configured(**{"trainer.n_gpus_per_node": ranks})
+    with Checkpoints(tmp_path / "run/checkpoints").saving(2, None) as folder:
+        write_files(folder, {f"actor/model_world_size_{ranks}_rank_{rank}.pt": b"shard" for rank in range(ranks)})
+    told = rf"{key}={value}, and \S+step_2 was saved with {then}: give that"
+    with pytest.raises(ConfigurationError, match=told) if then else contextlib.nullcontext():
+        configured(**{"trainer.n_gpus_per_node": ranks, f"actor_rollout_ref.actor.{key}": value})
+
+
+def test_run_dir_asks_the_run_of_a_checkpoint_for_its_layout(configured, tmp_path):
+    configured(**{"actor_rollout_ref.actor.strategy": "fsdp"})
+    save(tmp_path / "run/checkpoints", 2)
+    (tmp_path / "run").rename(tmp_path / "other")
+    write_files(tmp_path / "other/checkpoints", {".run_dir": str(tmp_path / "other").encode()})
+    resume = {"trainer.resume_mode": "resume_path"}
+    resume |= {"trainer.resume_from_path": str(tmp_path / "other/checkpoints/global_step_2")}
+    with pytest.raises(ConfigurationError, match="strategy=fsdp2, and .* was saved with fsdp:"):
+        configured(**resume)
+
+
 def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
     """Neither resumes from them, nor removes what the other is saving."""
     shared, run = tmp_path / "shared", tmp_path / "run"
@@ -299,7 +324,7 @@ def test_run_dir_with_other_values_is_reported(configured, tmp_path):
     ("name", "content", "problem"),
     [
         ("config.yaml", "trainer: [1, {2", "is damaged (while parsing a flow"),
-        ("config.yaml", "- a list", "is damaged (it holds a list, not a mapping)"),
+        ("config.yaml", "- a list", "is damaged (it holds a list, not a dict)"),
         ("run.json", "[]", "is damaged (it holds a list, not a dict)"),
         ("summary.json", "[1]", "is damaged (it holds a list, not a dict)"),
         ("metrics.jsonl", '{"step": 1}\n{"st', ""),  # left by a kill

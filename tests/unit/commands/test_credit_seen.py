@@ -21,7 +21,6 @@ from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.report.token_view import token_columns
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.sources.numbered import DataSourceError
 from recipe.atropos.sources.recorded import RecordedSource
 from recipe.atropos.trajectory_api import records
 
@@ -165,7 +164,7 @@ def test_a_recording_that_ends_says_where(tmp_path):
     with RecordedSource(tmp_path / "store", after=3) as source:
         number, [read] = source.next_batch()
         assert number == 4 and read.scores.tolist() == [4.0] and read.tokens.tolist() == [1, 2]
-        with pytest.raises(DataSourceError, match="has no such batch; it has batches 3 to 4"):
+        with pytest.raises(records.TrajectoryStoreError, match="has no such batch; it has batches 3 to 4"):
             source.next_batch()
-    with pytest.raises(DataSourceError, match="give the folder of a server"):
+    with pytest.raises(records.TrajectoryStoreError, match="give the folder of a server"):
         RecordedSource(tmp_path, after=0).next_batch()

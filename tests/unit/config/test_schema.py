@@ -336,6 +336,12 @@ def test_schema_takes_every_preset(preset):
     assert load_config([f"preset={preset}"]).run.name
 
 
+def test_schema_takes_a_rule_of_credit_in_every_form(tmp_path):
+    (tmp_path / "credit.yaml").write_text("environment: {credit: {values: 'my_env:steps_done', lam: 0.3}}")
+    for given in ("environment.credit.lam=0.3", "environment.credit={lam: 0.3}", f"config={tmp_path}/credit.yaml"):
+        assert load_config(["preset=demo", given]).environment.credit.lam == 0.3
+
+
 def test_schema_is_checked_without_torch_and_verl():
     code = """
 import sys

@@ -39,7 +39,8 @@ def slow_reference(groups, limits, multiple_of):
                 reason = "overlong_response"
             if reason:
                 dropped[reason] = dropped.get(reason, 0) + 1
-                lost.append((float(group["scores"][i]), sum(trained), reason))
+                number = (said.get("trajectory") or [None] * 5)[i]
+                lost.append((float(group["scores"][i]), sum(trained), reason, number))
                 continue
             end = min(len(tokens), limits.max_length)
             row = {
@@ -357,7 +358,7 @@ def test_a_prompt_without_room_for_a_response_has_its_reason(overlong, kept):
     rows, report = read_groups([group], RowLimits(8, 0, overlong))
     assert sorted(len(row.prompt) for row in rows) == kept and all(len(row.response) in (1, 7) for row in rows)
     assert report.dropped == {"overlong_prompt": 1} | ({"overlong_response": 1} if overlong == "drop" else {})
-    assert rows[0].dropped[-1] == (3.0, 1, "overlong_prompt"), "its score counts in its group"
+    assert rows[0].dropped[-1][:3] == (3.0, 1, "overlong_prompt"), "its score counts in its group"
 
 
 def test_a_teacher_that_is_not_read_is_not_checked():

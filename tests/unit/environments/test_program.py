@@ -51,10 +51,7 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
         async def collect():
             await env.setup()
             assert env._most_items == 2  # one group that has the only slot, one that waits for it
-            try:
-                await env.collect_trajectories(await env.get_next_item())
-            finally:
-                await env._sessions.__aexit__()
+            await env.collect_trajectories(await env.get_next_item())
 
         asyncio.run(collect())
     assert (

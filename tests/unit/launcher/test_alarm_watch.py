@@ -12,8 +12,9 @@ import pytest
 from helpers import ROOT
 from helpers.runs import run_of
 from helpers.trainer import compose_config
+from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher import alarm_watch as module
-from recipe.atropos.launcher.alarm_watch import AlarmRaised, AlarmWatch
+from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
@@ -78,7 +79,7 @@ def test_alarm_watch_prints_and_records_an_alarm_once(tmp_path, monkeypatch):
 def test_alarm_watch_ends_the_run_with_a_chosen_alarm(tmp_path):
     options = ["watchdog.stop_on=[gradient_not_finite, queue_full]"]
     told = "watchdog.stop_on: gradient_not_finite, since step 2: actor/grad_norm=nan, .*learning rate"
-    with pytest.raises(AlarmRaised, match=told):
+    with pytest.raises(AtroposError, match=told):
         watch(tmp_path, step(1, unknown_sampling=3.0), step(2, gradient_not_finite=None), options=options)
     alarms = ["unknown_sampling", "gradient_not_finite"]
     assert [line["alarm"] for line in read_lines(tmp_path / "alarms.jsonl")] == alarms

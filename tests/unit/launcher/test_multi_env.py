@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+import yaml
 
 from helpers.environments import item_env
 from helpers.runs import Placed, run_of
@@ -27,7 +28,6 @@ from recipe.atropos.launcher.environment_processes import (
     check_environments,
     environment_command,
     environment_variables,
-    write_bridge,
 )
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
@@ -117,7 +117,7 @@ def test_environments_ask_no_proxy_for_the_gateway(tmp_path, monkeypatch):
 def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     options = [A, "environments.a.args={seed: 3, size: null, openai: {timeout: 7}}", "environments.a.weight=2"]
     options += [f"environments.b.target={ITEM_ENV}"]
-    bridge = ["environments.b.reward_bridge.clip=1", "environments.b.min_batch_allocation=0.25"]
+    bridge = ["environments.b.reward_bridge.clip=[-1,1]", "environments.b.min_batch_allocation=0.25"]
     settings = config(*options, *bridge)
     a, b = environment_specs(settings).values()
     run = run_of(settings, tmp_path)
@@ -126,10 +126,9 @@ def test_environments_start_with_own_name_and_part_of_the_batch(tmp_path):
     given = {"--env.wandb_name=a", "--env.inference_weight=2", "--env.seed=3", "--openai.timeout=7"}
     assert given <= set(of_a) and not any("size=" in word for word in of_a if "group" not in word)
     assert "--env.min_batch_allocation=0.0" in of_a, "else one of the environment's own would count"
-    write_bridge(run, b)
     of_b = environment_command(run, b, "serve", "http://api", "http://server")
     assert of_b[5:7] == [ITEM_ENV, "--reward-bridge"] and "--env.min_batch_allocation=0.25" in of_b
-    assert open(of_b[7]).read() == "clip: 1\n"
+    assert yaml.safe_load(of_b[7]) == {"clip": [-1, 1]}
     assert "--reward-bridge" not in environment_command(run, b, "evaluate", "http://api", "http://server")
 
 

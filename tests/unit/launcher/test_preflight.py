@@ -47,6 +47,9 @@ CASES = {
     ),
     f"{ACTOR}.ppo_max_token_len_per_gpu=1024": "no room for a row of data.max_prompt_length",
     f"{CORRECTION}.rollout_is_threshold=null": "rollout_is_threshold=null with rollout_is=token",
+    f"{CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_2.0 {CORRECTION}.bypass_mode=true": (
+        "=0.5_2.0 with bypass_mode=true"
+    ),
     f"{CORRECTION}.rollout_is_threshold=-1": "rollout_is_threshold=-1: give a number above 0",
     f"{CORRECTION}.rollout_rs=token_k1": "rollout_rs_threshold=null with rollout_rs=token_k1",
     f"{CORRECTION}.rollout_rs=nonsense {CORRECTION}.rollout_rs_threshold=2": "nonsense is none of token_k1",
@@ -113,6 +116,7 @@ def test_a_configuration_that_works_is_let_through(overrides):
 
 WINDOW = "/config.json has use_sliding_window=true, and SGLang serves"
 FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
+UNPACKED = "actor_rollout_ref.model.use_remove_padding=false"
 
 
 @pytest.mark.parametrize(
@@ -125,10 +129,23 @@ FUSED = "actor_rollout_ref.model.use_fused_kernels=true"
         ({"model_type": "qwen2", "tie_word_embeddings": False}, f"{FUSED} {ACTOR}.strategy=fsdp2", "=fsdp2 .*not tied"),
         ({"model_type": "qwen2", "tie_word_embeddings": False}, f"{FUSED} {ACTOR}.strategy=fsdp", None),
         ({"model_type": "qwen2", "tie_word_embeddings": True}, f"{FUSED} {ACTOR}.strategy=fsdp2", None),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, FUSED, r"leave out .* \(final_logit_softcapping\)"),
+        ({"model_type": "granite", "logits_scaling": 8.0}, FUSED, r"leave out .* \(logits_scaling\)"),
+        ({"model_type": "phimoe", "lm_head_bias": True}, FUSED, r"leave out .* \(lm_head_bias\)"),
+        ({"model_type": "phimoe", "lm_head_bias": False}, FUSED, None),
+        ({"model_type": "phi"}, FUSED, r"leave out .* \(a bias\)"),
+        ({"model_type": "granite", "logits_scaling": 1.0, "final_logit_softcapping": None}, FUSED, None),
+        ({"model_type": "granite", "logits_scaling": 8.0}, "", None),
+        ({"model_type": "qwen3_next"}, "", "the layers of qwen3_next would read all rows"),
+        ({"model_type": "qwen3_next"}, UNPACKED, None),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "", "the layers of lfm2 would"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2}, "", None),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, "", "layers of gpt_oss"),
+        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "", "qwen2_5_vl reads images"),
     ],
 )
 def test_a_model_that_cannot_be_served_or_trained_is_refused(tmp_path, settings, options, told):
-    """Of a window that SGLang ignores, and of fused kernels whose head is not tied."""
+    """Of a window that SGLang ignores, fused kernels that compute something else, and rows that become one."""
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = compose_config(*MODEL[1:], f"actor_rollout_ref.model.path={tmp_path}", *options.split())
     with pytest.raises(ConfigurationError, match=told) if told else contextlib.nullcontext():

@@ -15,9 +15,9 @@ from helpers.runs import run_of
 from recipe.atropos.config.compose import compose_overrides, load_config, resolved
 from recipe.atropos.config.derived import set_derived
 from recipe.atropos.config.env_specs import environment_specs
-from recipe.atropos.config.models import SMALL_POLICIES, PolicyNotMade, check_model, resolve_model
+from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
-from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.inference.server import LaunchError, SGLangLaunch, check_launch, sglang_command
 from recipe.atropos.launch_services import check_start, parse_arguments, prepare_model
 from recipe.atropos.launcher.environment_processes import _as_key, check_environments, check_target, environment_command
@@ -93,7 +93,7 @@ def test_schema_start_gives_servers_lists_and_mappings(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("inference.python=/nope", "inference.python is '/nope'"),
+        ("inference.python=/nope", "inference.python=/nope does not run"),
         ("inference.args.port=5", "set inference.port itself"),
         ("inference.host=::", "inference.host=:: is no IPv4 address of this machine"),
         ("environment.target=recipe.atropos.environments.no", "environment.target=.*environments.no: no such module"),
@@ -135,7 +135,7 @@ def test_a_small_policy_needs_a_folder_that_can_be_written(tmp_path, monkeypatch
     """The home folder of a container may be read-only."""
     monkeypatch.delenv("ATROPOS_CACHE", raising=False)
     monkeypatch.setenv("HOME", "/dev/null")
-    with pytest.raises(PolicyNotMade) as refused:
+    with pytest.raises(AtroposError) as refused:
         resolve_model("small-policy-terse", seed=0)
     assert str(refused.value).splitlines()[1:] == [
         "[Errno 20] Not a directory: '/dev/null/.cache/verl-atropos'; set ATROPOS_CACHE to a folder that can be written"

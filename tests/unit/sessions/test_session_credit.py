@@ -68,12 +68,9 @@ def sent(tmp_path, monkeypatch):
             async def collect():
                 await env.setup()
                 item = (await env.get_next_item()) | {"tried": []}
-                try:
-                    group, _ = await env.collect_trajectories(item)
-                    if group is not None:
-                        await env.handle_send_to_api(group, item, do_send_to_api=False)
-                finally:
-                    await env._sessions.__aexit__()
+                group, _ = await env.collect_trajectories(item)
+                if group is not None:
+                    await env.handle_send_to_api(group, item, do_send_to_api=False)
 
             asyncio.run(collect())
             env.jsonl_writer._fp.flush()

@@ -128,7 +128,7 @@ def test_an_older_group_is_not_compared_with_all_that_wait():
 
 def test_an_open_ticket_is_waited_for_by_name():
     queue = queue_of(4, [2, 2])
-    queue.environment(7).name = "gsm8k_0"
+    queue.environments[7].name = "gsm8k_0"
     queue.add(Entry(0, 7, 2, due=UNBOUNDED))  # begun before both
     plan = queue.plan()
     assert not plan.entries and plan.why == "waiting for groups of 1 tickets, first 0 of gsm8k_0"
@@ -152,7 +152,7 @@ def test_a_request_that_was_announced_keeps_its_turn():
     """It is no reason to cut a batch, before it has come."""
     queue = queue_of(8, [3])
     for env in (1, 2):
-        queue.environment(env)
+        queue.environments[env]
     ask(queue, 1, 3, more=True)
     first = queue.turn()
     queue.issue(first, 10, UNBOUNDED)
@@ -184,14 +184,14 @@ def test_a_ticket_that_ends_without_a_group_is_refunded():
     queue = queue_of(8)
     for env in (1, 2):
         ask(queue, env, 4)
-    ticket = queue.issue(queue.environment(1), 1, UNBOUNDED)[1]
-    charged = queue.environment(1).time
+    ticket = queue.issue(queue.environments[1], 1, UNBOUNDED)[1]
+    charged = queue.environments[1].time
     queue.close(queue.claim(1))
-    assert ticket.charge == charged == 8 and queue.environment(1).time == 0
+    assert ticket.charge == charged == 8 and queue.environments[1].time == 0
     ask(queue, 1, 4)
-    queue.issue(queue.environment(1), 2, UNBOUNDED)
+    queue.issue(queue.environments[1], 2, UNBOUNDED)
     queue.close(queue.claim(2), [Entry(2, 1, 1, id=2, due=UNBOUNDED)])
-    assert queue.environment(1).time == 2
+    assert queue.environments[1].time == 2
 
 
 def test_whoever_always_fails_is_refunded_by_a_batch_only():
@@ -201,9 +201,9 @@ def test_whoever_always_fails_is_refunded_by_a_batch_only():
     for number in range(2, 12):
         ask(queue, 1, 4)
         queue.issue(queue.turn(), number, UNBOUNDED)
-        before = queue.environment(1).time
+        before = queue.environments[1].time
         queue.close(queue.claim(number))
-        assert (queue.environment(1).time < before) == (number < 4)
+        assert (queue.environments[1].time < before) == (number < 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -217,7 +217,7 @@ def test_shares_hold_whatever_has_been_before(seed):
         if (turn := queue.turn()) is not None and turn.asks:
             share = queue.shares()
             for env in envs:
-                due[env] += share(queue.environment(env)) * turn.next_size
+                due[env] += share(queue.environments[env]) * turn.next_size
             tickets.append(queue.issue(turn, number, UNBOUNDED)[1])
             had[tickets[-1].env] += tickets[-1].size
 
@@ -230,7 +230,7 @@ def test_shares_hold_whatever_has_been_before(seed):
         for env, size in envs.items():
             if rng.random() < 0.05:
                 queue.set_share(env, "", rng.choice([0.01, 1, 100]), rng.choice([0, 0, 0.33]))
-            if rng.random() < 0.1 and not queue.environment(env).asks:
+            if rng.random() < 0.1 and not queue.environments[env].asks:
                 ask(queue, env, size)
         issue(number)
         if tickets and rng.random() < 0.5:
@@ -240,7 +240,7 @@ def test_shares_hold_whatever_has_been_before(seed):
     before = {env: had[env] - due[env] for env in envs}
     for number in range(300, 700):
         for env, size in envs.items():
-            if not queue.environment(env).asks:
+            if not queue.environments[env].asks:
                 ask(queue, env, size, more=True)
         issue(number)
         end(tickets.pop(), fails=0)
@@ -262,7 +262,7 @@ def test_a_turn_that_moves_without_an_event_plans_anew(monkeypatch):
     ask(queue, 1, 3, more=True)
     queue.issue(queue.turn(), 1, UNBOUNDED)
     queue.close(queue.claim(1), [Entry(1, 1, 3, id=1, due=UNBOUNDED)])
-    queue.environment(1).time = -100.0
+    queue.environments[1].time = -100.0
     ask(queue, 2, 8)
     assert not queue.plan().entries
     now += 1

@@ -12,7 +12,7 @@ from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.data.scored_group import FLOATS, KEYS, ScoredGroup, unpack
-from recipe.atropos.trajectory_api import parsing, wire
+from recipe.atropos.trajectory_api import parsing
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
 GOOD = {"tokens": [[1, 2, 3], [4, 5]], "masks": [[-100, 2, 3], [-100, 5]], "scores": [1.0, 0.5]}
@@ -174,7 +174,7 @@ def test_odd_fields_are_stored_as_they_came(fields):
     [parsed] = parse_json(json.dumps(GOOD | fields).encode(), several=False)
     assert parsed.irregular == tuple(fields)
     assert {name: json.loads(unpack(parsed.record).to_json())[name] for name in fields} == fields
-    assert parse_packed(wire.join([parsed.record]))[0].record == parsed.record
+    assert parse_packed(parsed.record)[0].record == parsed.record
 
 
 def test_empty_lists_are_not_odd_and_come_back():

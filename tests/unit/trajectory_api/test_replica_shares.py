@@ -27,7 +27,7 @@ def test_replicas_take_turns_as_one_environment(minimum, part):
     queue.set_share(4, "b", 1.0, 0.0)
     for number in range(1, 401):
         for env in (1, 2, 3, 4):
-            if not any(ask.env == env for ask in queue.environment(env).asks):
+            if not any(ask.env == env for ask in queue.environments[env].asks):
                 queue.ask(BatchRequest(env, 2, False, 3, lambda: False, lambda _: None))
         asked, entry = queue.issue(queue.turn(), number, UNBOUNDED)
         issued[asked.env] += 1
@@ -62,11 +62,11 @@ async def test_replicas_have_one_share_and_one_line(service):
     [line] = [line for line in status.environments(service) if line["env_id"] == again]
     assert (line["replicas"], line["alive"], line["min_batch_allocation"]) == (1, True, 0.5)
     restarted = await join(service, "a", 1, min_batch_allocation=0.5)
-    assert service.queue.environment(restarted) is service.queue.environment(a)
+    assert service.queue.environments[restarted] is service.queue.environments[a]
     for env in (a, restarted):
         await ingest.disconnect_env(service, env)
     service.environments.apply_shares(service.queue)
-    assert service.queue.environment(a).minimum == 0.0 and status.status_env(service, b)["env_weight"] == 0.5
+    assert service.queue.environments[a].minimum == 0.0 and status.status_env(service, b)["env_weight"] == 0.5
 
 
 async def test_shares_cost_a_look_at_each_registration(service, monkeypatch):
@@ -87,11 +87,13 @@ async def test_replicas_are_one_environment_after_a_restart(tmp_path):
         a, b = envs = [await join(service, "a", replica) for replica in (0, 1)]
         tickets = [await begin(service, env) for env in envs]
     async with open_service(tmp_path) as service:
-        assert service.queue.environment(a) is service.queue.environment(b) and service.queue.environment(a).begun == 8
+        assert (
+            service.queue.environments[a] is service.queue.environments[b] and service.queue.environments[a].begun == 8
+        )
         await ingest.disconnect_env(service, a)
         assert [*service.queue.tickets] == [tickets[1]]
         await post(service, 1, env=b, ticket=tickets[1])
         await post(service, 2, env=b, ticket=await begin(service, b))
         service.advance()
         assert len(await asyncio.wait_for(batches(service, 0), 10)) == 1
-        assert service.queue.environment(a).seconds
+        assert service.queue.environments[a].seconds

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.trajectory_service import begin, join, registration
 from recipe.atropos.data.scored_group import ScoredGroup, unpack
-from recipe.atropos.trajectory_api import database, delivery, ingest, records, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, records, status
 from recipe.atropos.trajectory_api.endpoints import RequestRefused
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 from recipe.atropos.trajectory_api.store import DATABASE
@@ -31,7 +31,7 @@ def test_a_groups_size_is_its_number_of_trajectories():
         plain["scores"], plain["group_overrides"] = [1.0] * 4, {"trajectory": numbers}
         assert ScoredGroup.from_mapping(plain).trajectories == size
     [parsed] = parse_json(orjson.dumps(a_group([7, 7, 3, 7])), several=False)
-    [packed] = parse_packed(wire.prefix([len(parsed.record)]) + parsed.record)
+    [packed] = parse_packed(parsed.record)
     assert parsed.record == packed.record
     for one in (parsed, packed):
         assert (one.trajectories, len(one.lengths), len(one.tokens)) == (2, 4, 8)

@@ -11,7 +11,7 @@ from helpers.disk import flip, size_limit
 from helpers.trajectory_service import in_service, open_service, registration
 from recipe.atropos.data import scored_group
 from recipe.atropos.data.scored_group import ScoredGroup
-from recipe.atropos.trajectory_api import app, database, delivery, ingest, records, wire
+from recipe.atropos.trajectory_api import app, database, delivery, ingest, records
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -24,7 +24,7 @@ DATABASE = "trajectories.db"
 
 def record(number):
     group = {"tokens": [[1, 2, 3]] * 4, "masks": [[-100, 2, 3]] * 4, "scores": [float(number)] * 4}
-    return wire.join([ScoredGroup.from_mapping(group).pack()])
+    return ScoredGroup.from_mapping(group).pack()
 
 
 async def fill(service, groups=20):
@@ -44,7 +44,7 @@ def change(folder, *statements):
 
 def flip_token(folder, number):
     """One bit, in the file, of a token of a group."""
-    [stored] = wire.split(record(number))
+    stored = record(number)
     content = (folder / DATABASE).read_bytes()
     assert content.count(stored) == 1
     flip(folder / DATABASE, content.index(stored) + len(stored) - 8 * 4 - 20)  # before the scores
@@ -80,7 +80,7 @@ async def test_digest_a_batch_with_damage_is_never_served(tmp_path, damage):
             assert refused.value.status == 410
         assert await delivery.numbered_batch(service, 1, 0, None) == 2
         undamaged = await service.store.read(database.read_batch, 2)
-    assert undamaged == [wire.split(record(number))[0] for number in range(11, 21)]
+    assert undamaged == [record(number) for number in range(11, 21)]
     with pytest.raises(DamagedRecord, match=named):
         records.read(tmp_path, 1)
 

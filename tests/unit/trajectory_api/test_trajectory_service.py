@@ -9,7 +9,7 @@ import pytest
 
 from helpers.trajectory_service import batch, batches, begin, in_service, join, open_service, post, registration
 from recipe.atropos.data.scored_group import ScoredGroup
-from recipe.atropos.trajectory_api import database, delivery, ingest, status, wire
+from recipe.atropos.trajectory_api import database, delivery, ingest, status
 from recipe.atropos.trajectory_api.endpoints import Caller, RequestRefused
 from recipe.atropos.trajectory_api.service import FORGET_SECONDS, TRAINER_SECONDS
 
@@ -104,8 +104,8 @@ async def test_a_registration_that_fails_changes_nothing(tmp_path, monkeypatch):
     """It ends the server; the next one has the trainer, the batches and the epoch that it had."""
     register = database.register
 
-    def fails(connection, requeue_after, **values):
-        register(connection, requeue_after, **values)
+    def fails(connection, **values):
+        register(connection, **values)
         raise ValueError("a defect")
 
     async with open_service(tmp_path) as service:
@@ -183,7 +183,7 @@ async def test_a_stock_trainer_gets_full_batches_after_another(tmp_path):
         assert (await delivery.register(service, registration(8)))["last"] == 1
         for number, expected in ((2, [3, 4]), (3, [2, 5, 7, 8])):
             assert await delivery.stock_batch(service) == number and await batch(service, number) == expected
-            delivery.stock_delivered(service, service.epoch, number, written=True)
+            delivery.stock_delivered(service, service.epoch, number)
 
 
 async def test_asking_without_number_takes_nothing_from_a_dead_one(tmp_path):
@@ -205,7 +205,7 @@ async def test_asking_by_number_takes_nothing_from_a_stock_trainer(service):
     await delivery.register(service, registration(8))
     await post(service, *range(8))
     assert await delivery.stock_batch(service) == 1
-    delivery.stock_delivered(service, service.epoch, 1, written=True)
+    delivery.stock_delivered(service, service.epoch, 1)
     assert await batches(service, 0, 1, 2) == [1, 2, 3] and service.step() == 1
     assert await delivery.stock_batch(service) == 2
 
@@ -239,7 +239,7 @@ async def test_what_is_noted_amid_a_reset_does_no_harm(tmp_path):
         assert await delivery.stock_batch(service) == 1
         resetting = asyncio.ensure_future(delivery.reset(service))
         await asyncio.sleep(0)
-        delivery.stock_delivered(service, service.epoch, 1, written=True)
+        delivery.stock_delivered(service, service.epoch, 1)
         assert await delivery.stock_batch(service) is None
         await resetting
         await begin_anew(service)
@@ -307,7 +307,7 @@ async def test_refused_groups_are_counted_of_their_environment(service):
     groups = [{"env_id": id, "tokens": [[1]], "masks": [[1]], "scores": ["x"]} for id in (*ids, ids[0], None)]
     good = ScoredGroup.from_mapping(groups[1] | {"scores": [1.0]})
     record = replace(good, scores=np.array([np.nan])).pack()
-    for body, packed in ((json.dumps(groups).encode(), False), (wire.join([record] * 2), True), (b"x", False)):
+    for body, packed in ((json.dumps(groups).encode(), False), (record * 2, True), (b"x", False)):
         with pytest.raises(RequestRefused):
             ingest.parse(service, body, packed, True, None)
     await post(service, 0, env=ids[1])

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from helpers.packed import ODD_MESSAGES
 from recipe.atropos.data.reasons import RefusedGroup
 from recipe.atropos.data.scored_group import FLOATS, KEYS, ScoredGroup, read_header, unpack
-from recipe.atropos.trajectory_api import wire
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -87,14 +86,14 @@ def test_what_was_posted_is_handed_out(group):
         assert [row.tolist() for row in arrays.cut(column)] == handed[name]
     assert arrays.scores.tolist() == handed["scores"] and arrays.field("messages") == handed["messages"]
     record = ScoredGroup.from_mapping(group).pack()  # as a client packs it
-    assert parse_packed(wire.join([record]))[0].record == record
+    assert parse_packed(record)[0].record == record
     assert same(json.loads(unpack(record).to_json()), handed)
 
 
 @given(groups(), st.data())
 def test_a_damaged_record_is_refused_or_whole(group, data):
     """Any bytes may come: what is accepted can be handed out, everything else is refused by name."""
-    message = bytearray(wire.join([ScoredGroup.from_mapping(group).pack()]))
+    message = bytearray(ScoredGroup.from_mapping(group).pack())
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(message[: data.draw(st.integers(0, len(message)) | st.just(len(message)))])
@@ -143,7 +142,7 @@ def test_a_buffer_of_a_wrong_dtype_is_named(name, dtype):
     encoded = msgspec.json.encode(header)
     changed = b"ATG1" + struct.pack("<I", len(encoded)) + encoded + bytes(-len(encoded) % 8) + record[start:]
     with pytest.raises(RefusedGroup, match=f"a packed group has {name} of dtype {dtype}; it may have: "):
-        parse_packed(wire.join([changed]))
+        parse_packed(changed)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_a_buffer_of_a_wrong_dtype_is_named(name, dtype):
 def test_packed_posts_are_checked_as_json_is(changes, reason):
     good = ScoredGroup.from_mapping({"tokens": [[1, 2]], "masks": [[1, 2]], "scores": [1.0]})
     with pytest.raises(RefusedGroup) as refused:
-        parse_packed(wire.join([replace(good, **changes).pack()]))
+        parse_packed(replace(good, **changes).pack())
     assert refused.value.reason == reason
 
 
@@ -188,3 +187,12 @@ def test_the_usual_group_takes_eight_bytes_a_token():
     masks = [[-100] * 200 + tokens[0][200:]]
     group = {"tokens": tokens, "masks": masks, "scores": [1.0], "inference_logprobs": [[-0.5] * 1000]}
     assert len(ScoredGroup.from_mapping(group).pack()) < 8.5 * 1000
+
+
+def test_a_record_that_is_cut_off_is_refused_before_it_is_joined_to_another():
+    """Also if only bytes of its padding are missing: what follows would begin there."""
+    record = ScoredGroup.from_mapping({"tokens": [[1, 2, 3]], "masks": [[1, 2, 3]], "scores": [1.0]}).pack()
+    assert [len(group.record) for group in parse_packed(record * 2)] == [len(record)] * 2
+    for missing in range(1, 9):
+        with pytest.raises(RefusedGroup):
+            parse_packed(record[:-missing])

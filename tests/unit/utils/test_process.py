@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +21,13 @@ from recipe.atropos.utils.process import (
     RUN_ID_VARIABLE,
     Service,
     ServiceFailed,
+    _claims,
     free_port,
     run_command,
     start_service,
     wait_until_healthy,
 )
+from recipe.atropos.utils.sockets import reserve
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -257,6 +261,21 @@ def test_free_ports_are_nobodys_choice(monkeypatch):
     probe = "from recipe.atropos.utils.process import _claimed; import sys; print(_claimed(int(sys.argv[1])))"
     told = subprocess.run([sys.executable, "-c", probe, str(max(chosen))], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "False", "another process leaves it alone"
-    monkeypatch.setattr("recipe.atropos.utils.process.port_is_free", lambda port, host: False)
+    monkeypatch.setattr("recipe.atropos.utils.process.port_is_free", lambda port, host, *option: False)
     with pytest.raises(OSError, match="no free port on 127.0.0.1 among a hundred"):
         free_port()
+
+
+def test_a_free_port_can_be_reserved(monkeypatch):
+    """Unlike one that an ended connection still has."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        ended, other = listener.getsockname()[1], free_port()
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()
+    _claims.pop(other).close()
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [ended, other])
+    assert free_port() == other
+    reserve("127.0.0.1", other, "key").close()

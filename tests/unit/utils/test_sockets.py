@@ -69,8 +69,7 @@ def test_squat_of_a_port_fails_before_and_after_its_service(name, tmp_path):
 
 
 async def asks_server(url):
-    async with SGLangClient(url, "the-key") as client:
-        await client.weight_version()
+    await SGLangClient(url, "the-key").weight_version()
 
 
 async def asks_gateway(url):
@@ -83,8 +82,7 @@ async def asks_api(url):
 
 
 async def asks_as_environment(url):
-    async with client_of(APIServerConfig(base_url=f"{url}/v1", api_key="the-key"), 1.0) as client:
-        await client.model_info()
+    await client_of(APIServerConfig(base_url=f"{url}/v1", api_key="the-key"), 1.0).model_info()
 
 
 @needs_root
@@ -137,7 +135,7 @@ def test_squat_of_a_starting_server_ends_the_launch(tmp_path):
 @needs_root
 def test_squat_of_a_port_that_is_given_is_an_error_naming_it(monkeypatch):
     """The port, and the user who holds it; at the first start and, for a server, at each restart."""
-    monkeypatch.setattr("recipe.atropos.inference.server._check_interpreter", lambda python: None)
+    monkeypatch.setattr("recipe.atropos.inference.server.versions_in", lambda *_, **__: {"sglang": "1"})
     with squatted(port := free_port()):
         named = rf"{port} .*taken.* \(by a process of user {NOBODY}\)"
         with pytest.raises(ConfigurationError, match=f"api.port={named}; give another"):

@@ -222,7 +222,12 @@ FAULTS = {
     "overlong_rows": [rows_too_long],
     "policy_broken": [policy_broken, policy_broken_and_trained_on],
     "wrong_group_size": [partial(ends, items=8, not_sent__wrong_size=8)],
-    "groups_refused": [partial(ends, items=8, not_sent__malformed=8), partial(ends, items=16, not_sent__no_group=16)],
+    "groups_refused": [
+        partial(ends, items=8, not_sent__malformed=8),
+        partial(ends, items=16, not_sent__no_group=16),
+        # 24 items, of which no session could begin
+        partial(agent_ends, items=2, sessions__ended=32, sessions__failed__exit_status=32, not_sent__no_group=2),
+    ],
     "teacher_missing": [partial(ends, items=20, groups_sent=20, teacher_missing=16)],
     "agent_does_not_end": [
         # Each failed session is run twice; some groups are sent all the same, of fewer rows.

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import gc
 import re
 from pathlib import Path
@@ -25,19 +24,13 @@ WEIGHTS = {"a.weight": torch.arange(6.0), "b.weight": torch.ones(2, 2)}
 PUSHED = ["/pause_generation", "/update_weights_from_disk", "/flush_cache", "/model_info", "/continue_generation"]
 
 
-@contextlib.asynccontextmanager
-async def clients_of(servers, timeout=20):
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [SGLangClient(server.url, timeout=timeout) for server in servers]
-        yield [await stack.enter_async_context(client) for client in clients]
-
-
 def pushed(tmp_path, *, before=lambda servers: None, transport=None, weights=WEIGHTS, version=7):
     """Push to two stubs, the second of which is slower; (servers, metrics or the WeightPushError, the transport)."""
     transport = transport or DiskTransport(directory=tmp_path / "weights", bucket_size=1 << 20)
 
     async def run():
-        async with stub_servers(2) as servers, clients_of(servers) as clients:
+        async with stub_servers(2) as servers:
+            clients = [SGLangClient(server.url, timeout=20) for server in servers]
             servers[1].delays = dict.fromkeys(PUSHED, 0.05)
             before(servers)
             try:

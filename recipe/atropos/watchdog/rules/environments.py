@@ -21,8 +21,8 @@ from recipe.atropos.watchdog.registry import (
 from recipe.atropos.watchdog.rules.training import broken_policy
 
 # Items in a row, none of which gives a group. Exceptions, lengths and sizes are no matter of chance, but equal scores
-# are, and so is no_group: most of Atropos' environments return none where scores are equal. Of a task on which 95% of
-# the groups are equal, which still learns, 128 in a row are all equal once in 700 times.
+# are, and so is no_group, unless all sessions failed: most environments return none where scores are equal. Of a task
+# on which 95% of the groups are equal, which still learns, 128 in a row are all equal once in 700 times.
 _DRY, _DRY_BY_CHANCE = 16, 128
 _MOST = 0.5  # of the recent items: a run whose environment loses half of them has a biased rest
 # Items that failed after all retries, beside _DRY attempts: a failure of the servers is over after a retry.
@@ -38,6 +38,7 @@ _OF_AGENT = ("equal_scores", "groups_refused")  # symptoms of an agent that fail
 # Sessions of the recent items. One that has tools and does not need them calls none; of a policy that calls one in a
 # tenth of its sessions, so many in a row call none once in 850 times.
 _SESSIONS = 64
+_LIMITS = ("seconds", "turns", "tokens")  # of a session
 _MOST_SESSIONS = 0.5  # of them: such a session has no reward, so the groups lose half of their rows
 _SEE = "see python -m recipe.atropos inspect RUN --sessions"
 
@@ -157,7 +158,10 @@ def _dry(environment: EnvironmentHistory) -> Finding | None:
         return _finding(environment, "environment_raises", text, since, step)
     causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
     lost, name = sum(new[each] for each in causes), max(causes, key=lambda each: new[each])
-    by_chance = new["equal_scores"] + new[f"not_sent/{Reason.NO_GROUP}"]
+    by_chance = new["equal_scores"]
+    limits = sum(new[f"sessions/failed/{limit}"] for limit in _LIMITS)  # which ``agent_finding`` judges
+    if not 0 < new["sessions/ended"] == sum(n for name, n in new.items() if "sessions/failed/" in name) - limits:
+        by_chance += new[f"not_sent/{Reason.NO_GROUP}"]
     if lost >= _DRY_BY_CHANCE or lost - by_chance >= max(_DRY, lost / 2):
         cause = _OF_COUNT.get(name, "groups_refused") if 2 * new[name] >= lost else "groups_refused"
         text = f"no group for {new['items']} items: {_names(new, 'not_sent/', 'failed/', 'sessions/failed')}"
@@ -298,7 +302,7 @@ def agent_finding(environment: EnvironmentHistory) -> Finding | None:
     """Return what is wrong with an environment's agent, if its recent sessions show it."""
     since, step, new = _recent(environment)
     ended, with_tools, repeats = (new[f"sessions/{name}"] for name in ("ended", "with_tools", "with_repeats"))
-    seconds, turns, tokens = (new[f"sessions/failed/{limit}"] for limit in ("seconds", "turns", "tokens"))
+    seconds, turns, tokens = (new[f"sessions/failed/{limit}"] for limit in _LIMITS)
     looped = f"of the last {ended} sessions {turns} reached their limit of turns, {tokens} that of tokens; "
     most = max(_SESSIONS, ended) * _MOST_SESSIONS
     seen = {

@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, groupby, islice
 from typing import Any, TypeVar
 
 import torch
@@ -98,21 +98,16 @@ class Buckets:
 
 def _units(weights: NamedTensors) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Group tensors of one dtype that must share a bucket: those of a layer's attention; others stay alone."""
-    unit: list[tuple[str, torch.Tensor]] = []
-    kept: tuple[str, torch.dtype] | None = None
-    for name, tensor in weights:
-        match = _TOGETHER.match(name)
-        place = (match[0], tensor.dtype) if match else None
-        if unit and place != kept:
-            yield unit
-            unit = []
-        if place is None:
-            yield [(name, tensor)]
+
+    def place(named: tuple[str, torch.Tensor]) -> tuple[str, torch.dtype] | None:
+        match = _TOGETHER.match(named[0])
+        return (match[0], named[1].dtype) if match else None
+
+    for together, unit in groupby(weights, place):
+        if together:
+            yield list(unit)
         else:
-            unit.append((name, tensor))
-        kept = place
-    if unit:
-        yield unit
+            yield from ([named] for named in unit)  # one by one: each is gathered when it is asked for
 
 
 def _nbytes(unit: list[tuple[str, torch.Tensor]]) -> int:

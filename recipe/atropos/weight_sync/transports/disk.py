@@ -64,11 +64,10 @@ class DiskTransport(WeightTransport, name="disk"):
 
     async def deliver(self, clients: Sequence[SGLangClient], version: int) -> None:
         """Load the version on all servers. Raises WeightPushError if one cannot see or load the folder."""
-        folder = self.path(version)
 
         async def load(client: SGLangClient) -> None:
             try:
-                await client.update_weights_from_disk(folder, str(version), flush_cache=False)
+                await client.update_weights_from_disk(self.path(version), str(version), flush_cache=False)
             except InferenceError as error:
                 if error.status is None:
                     raise

@@ -101,8 +101,7 @@ class DistributedTransport(WeightTransport, name="distributed"):
         """Return a group of exactly these servers, none restarted since its last push; form one if needed."""
         if self._group is not None:
             versions = await asyncio.gather(*(client.weight_version() for client in clients))
-            urls = [client.url for client in clients]
-            if self._group.urls == urls and set(versions) == {self._group.version}:
+            if self._group.urls == [client.url for client in clients] and set(versions) == {self._group.version}:
                 return self._group
             group, self._group = self._group, None
             await self._leave(group, clients)
