@@ -131,7 +131,11 @@ class JsonClient:
             # A new connection for each call: the server may close a kept-alive one just as a POST is sent, and whether
             # it was executed would then be unknown.
             async with (
-                aiohttp.ClientSession(connector=self._connector(force_close=True), headers=self._headers) as session,
+                aiohttp.ClientSession(
+                    connector=self._connector(force_close=True),
+                    headers=self._headers,
+                    cookie_jar=aiohttp.DummyCookieJar(),  # which costs less for each call
+                ) as session,
                 session.request(
                     method,
                     self.url + endpoint,
