@@ -20,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from recipe.atropos.checkpoint.resumption import prepare_folder
 from recipe.atropos.config.compose import differences
 from recipe.atropos.config.hydra_app import checked_config, hydra_arguments
+from recipe.atropos.config.model_rules import model_rules
 from recipe.atropos.config.models import check_model, resolve_model
-from recipe.atropos.config.preflight import check_config, check_rules, model_rules
+from recipe.atropos.config.preflight import check_config, check_rules
 from recipe.atropos.errors import ConfigurationError, expected_failure, one_line_errors, output_may_be_closed
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.own_gateway import gateway_before

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from recipe.atropos.config.preflight import QUANTIZATION_FLAGS
+from recipe.atropos.config.model_rules import QUANTIZATION_FLAGS
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.weight_sync.servers import WeightPushError
 
