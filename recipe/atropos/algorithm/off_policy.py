@@ -6,7 +6,6 @@ of their tokens is rejected, and they are in no metric. (In bypass mode the loss
 a row has the trainer's own logprobs, so its ratio starts at 1.)
 """
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -56,8 +55,10 @@ def compare_with_engine(rows: DataProto, version: int, correction: DictConfig) -
         fresh = fresh.repeat_interleave(mask.sum(-1))
         metrics["atropos/logprob_diff/fresh_mean"] = difference[fresh].mean().item()
     if not correction.bypass_mode:
-        with contextlib.suppress(ZeroDivisionError):  # as in ``_weights``
+        try:
             metrics |= compute_rollout_correction_and_add_to_batch(known, correction)[1]
+        except ZeroDivisionError:  # as in ``_weights``; the size is what verl divides by
+            metrics["rollout_corr/rollout_is_eff_sample_size"] = 0.0
     return metrics
 
 

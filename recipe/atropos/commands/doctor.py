@@ -252,9 +252,8 @@ def _disk(config: DictConfig) -> str:
     found = [_room(config.run.dir, 0, "logs and trajectories", "--run-dir")]
     model, only = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.checkpoint.save_lora_only
     if config.trainer.save_freq > 0 and not only and (parameters := _parameters(model.path)):
-        kept = (
-            max(config.trainer.max_actor_ckpt_to_keep or 0, 2) + 1
-        )  # the next is written before an older one is removed
+        # The next is written before an older one is removed.
+        kept = max(config.trainer.max_actor_ckpt_to_keep or 0, 2) + 1
         size = kept * parameters * (_BASE_BYTES if model.lora_rank else _STATE_BYTES)
         found.append(
             _room(

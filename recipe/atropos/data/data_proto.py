@@ -59,9 +59,9 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
 
     and with these (B,) arrays: objects ``uid``, ``env_id``, ``env_name``, ``policy_version_min``,
     ``policy_version_max``, ``credit`` and ``sampling`` (None if unknown), ``dropped`` (a tuple of each ``DroppedRow``
-    of the row's group) and ``trajectory``; float ``raw_score`` (the environment's own score,
-    equal to the score unless a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``,
-    ``has_teacher``, ``zero_advantage``.
+    of the row's group) and ``trajectory``; float ``raw_score`` (the environment's own score, equal to the score unless
+    a reward bridge shaped it); bool ``is_padding``, ``has_log_probs``, ``has_advantages``, ``has_teacher``,
+    ``zero_advantage``.
     """
     real = [row for row in rows if row is not None]
     filled = [

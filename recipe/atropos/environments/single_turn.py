@@ -122,7 +122,8 @@ class SingleTurnEnv(ItemsEnv):
                 "skipped a problem whose prompt leaves no room for an answer: %.80s", messages[-1]["content"]
             )
             return None, []
-        return await self.group_of(item, await self.converse(item, self.config.group_size, "train")), []
+        conversations = await self.converse(item, self.config.group_size, "train")
+        return await self.group_of(item, conversations), []
 
     async def group_of(self, item: Problem, conversations: list[Conversation]) -> ScoredDataGroup:
         """Return the scored group of a problem's conversations; a subclass may tell more in its ``group_overrides``."""
