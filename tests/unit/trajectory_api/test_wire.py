@@ -189,7 +189,7 @@ def test_the_usual_group_takes_eight_bytes_a_token():
     assert len(ScoredGroup.from_mapping(group).pack()) < 8.5 * 1000
 
 
-def test_a_record_that_is_cut_off_is_refused_before_it_is_joined_to_another():
+def test_record_cut_off_is_refused_before_it_joins_another():
     """Also if only bytes of its padding are missing: what follows would begin there."""
     record = ScoredGroup.from_mapping({"tokens": [[1, 2, 3]], "masks": [[1, 2, 3]], "scores": [1.0]}).pack()
     assert [len(group.record) for group in parse_packed(record * 2)] == [len(record)] * 2
