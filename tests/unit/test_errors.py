@@ -117,6 +117,22 @@ def test_errors_of_copying_logs_do_not_hide_the_first(tmp_path, monkeypatch):
     assert note.startswith(f"then, at the end: Ray's log {logs}/") and ", and 1 others could not be copied" in note
 
 
+def test_copy_of_rays_logs_is_this_users_alone(tmp_path, monkeypatch):
+    """Any user may write to Ray's folder, whose mode a copy would have; its logs of runtime environments quote keys."""
+    run, kept = Scratch(tmp_path / "run", []), tmp_path / "kept"
+    monkeypatch.setattr("recipe.atropos.utils.local_ray.scratch.current", lambda: run)
+    logs = run.folder / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    logs.chmod(0o777)
+    for name in ("raylet.out", "runtime_env_agent.log"):
+        (logs / name).write_text("log")
+    kept.mkdir(mode=0o777)  # as an earlier version left it, and with what another user put there
+    (kept / "raylet.out").symlink_to(tmp_path / "file")
+    keep_logs(kept)
+    assert kept.stat().st_mode & 0o777 == 0o700 and not (tmp_path / "file").exists()
+    assert [path.name for path in kept.rglob("*.*")] == ["raylet.out"]
+
+
 @pytest.mark.parametrize(
     "error",
     [

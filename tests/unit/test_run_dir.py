@@ -96,6 +96,15 @@ def test_run_dir_lock_is_shared_with_what_inherits_it(tmp_path, started):
     assert len(said) == 1 and f"waiting for what was started by process {launcher.pid} " in said[0]
 
 
+def test_run_dir_locks_cannot_be_taken_by_other_users(tmp_path):
+    """Whoever can read a file can lock it, and keep the launcher waiting."""
+    summary = tmp_path / ".summary.lock"
+    summary.touch(0o644)  # an earlier version's
+    update_summary(tmp_path, {"steps": 1})
+    with RunDir(tmp_path).lock():
+        assert [path.stat().st_mode & 0o777 for path in (summary, tmp_path / "lock")] == [0o600, 0o600]
+
+
 def test_run_dir_lock_variable_of_another_folder_is_not_believed(tmp_path, monkeypatch, started):
     holder = started(HOLD, tmp_path / "one")
     assert holder.stdout.readline() == "held\n"

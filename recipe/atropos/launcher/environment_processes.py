@@ -298,7 +298,7 @@ class EnvironmentProcesses:
         spec, config = state.spec, self._run.config
         report = self._run.files.environment_report(spec.name, state.replica)
         report.parent.mkdir(parents=True, exist_ok=True)
-        line = {"time": time.time(), "env": spec.name, "started": True}
+        line = {"time": time.time(), "env": spec.name, "started": True, "restarted": state.service is not None}
         append_line(report, line | ({"replica": state.replica} if state.replica else {}))
         command = serve_command(self._run, spec, self._api_url, self._server_url, state.replica)
         variables = {
@@ -372,10 +372,9 @@ class EnvironmentProcesses:
         for name, spec in self._run.plan.specs.items():
             unfinished = counts[name].lost + counts[name].in_flight.total()
             totals = counts[name].totals + Counter({"items": unfinished, "in_flight": unfinished})
-            policies = [self._run.restart_policies.get(service) for service in spec.services]
             found[name] = {
                 **dict(sorted(totals.items())),
-                "restarts": sum(policy.count for policy in policies if policy),
+                "restarts": counts[name].restarts,
                 "abandoned": self._run.abandoned.issuperset(spec.services),
             }
         return found

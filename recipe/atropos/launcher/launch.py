@@ -88,17 +88,25 @@ async def launch(run: Run) -> None:
         failure = error
         # A service's log is on the same disk and may lack the error.
         if disk_is_full(run.files.path) and not isinstance(error, DiskFull):
-            error.add_note(f"no space left on device: {run.files.path}")
+            _note(error, f"no space left on device: {run.files.path}")
     later = await _end(run, environments, evaluations, started)
     if failure := failure or next(iter(later), None):
         again = type(failure) if isinstance(failure, DiskFull | FolderRemoved) else ()  # of each file that is written
         for error in later:
             if error is not failure and not isinstance(error, again):
-                failure.add_note(f"then, at the end: {error}")
+                _note(failure, f"then, at the end: {error}")
         write_page_of_failure(run.files)
         raise failure
     update_summary(run.files.path, {"finished_steps": run.config.trainer.total_training_steps})
     write_pictures(run.files)
+
+
+def _note(failure: BaseException, text: str) -> None:
+    """Add to a failure's text what else went wrong, or print it at an interrupt, which shows none."""
+    if isinstance(failure, Exception):
+        failure.add_note(text)
+    else:
+        say(text, "error", "bold red")
 
 
 async def watch(

@@ -30,7 +30,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from recipe.atropos.errors import AtroposError, ConfigurationError, LaunchError
 from recipe.atropos.inference.server import SGLangLaunch, start_sglang, uses_gpu
-from recipe.atropos.utils.files import bound_log
 from recipe.atropos.utils.gpus import nccl_variables
 from recipe.atropos.utils.hosts import interface_variables
 from recipe.atropos.utils.local_ray import start_ray
@@ -82,23 +81,31 @@ class Host:
     def poll(self) -> tuple[int | None, bytes]:
         """Return the service's exit status, None while it runs, and what it has written since the last call."""
         assert self._service is not None
-        status, log = self._service.poll(), self._service.log_path
-        if log.stat().st_size < self._read:
-            self._read = 0
-        with open(log, "rb") as file:
-            file.seek(self._read)
-            more = file.read(_LOG_BYTES)
-        self._read += len(more)
-        if not more:
-            bound_log(log, _LOG_BYTES)
+        status, more = self._service.poll(), self._output()
         return status if not more else None, more
 
-    def stop(self, grace: float) -> None:
-        """End the service, and remove its temporary files. Raises ServiceFailed if it survives."""
+    def _output(self) -> bytes:
+        """Return what the service has written since the last call, which is in the run's folder then."""
+        with open(self._service.log_path, "r+b") as log:
+            log.seek(self._read)
+            more = log.read(_LOG_BYTES)
+            self._read += len(more)
+            if self._read > _LOG_BYTES > len(more):
+                log.truncate(0)
+                self._read = 0
+        return more
+
+    def stop(self, grace: float) -> bytes:
+        """End the service, and remove its temporary files; return the rest of its output. Raises ServiceFailed if it
+        survives.
+        """
+        rest = b""
         if self._service is not None:
             self._service.stop(grace)
+            rest = self._output()
             self._scratch.remove()
             self._service = None
+        return rest
 
 
 @dataclass
@@ -125,15 +132,22 @@ class PlacedService(Service):
             except RayError as error:
                 more = f"error: its node, or its actor there, is lost: {error}\n".encode()
                 self._status, self._lost = LOST, True
-            with contextlib.suppress(OSError), self.log_path.open("ab") as log:
-                log.write(more)
+            self._keep(more)
             if not more:
                 break
         return self._status
 
+    def _keep(self, output: bytes) -> None:
+        with contextlib.suppress(OSError), self.log_path.open("ab") as log:
+            log.write(output)
+
     def stop(self, grace: float = 10.0) -> None:
         if not self._lost:  # what is lost ends with its node
-            _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS)
+            rest = _answer(self.host.stop.remote(grace), f"{self.name} ends", 2 * grace + _CALL_SECONDS) or b""
+            if self._asked is not None:  # the actor answered that before
+                (_, before), self._asked = _answer(self._asked, f"{self.name} ends", _CALL_SECONDS) or (None, b""), None
+                rest = before + rest
+            self._keep(rest)
             self._status = LOST if self._status is None else self._status
 
 

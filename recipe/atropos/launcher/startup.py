@@ -17,6 +17,7 @@ from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import RestartPolicy, Run
 from recipe.atropos.launcher.sglang import InferenceServices, given_ports, inference_healthy, serves
 from recipe.atropos.run.folder import RunDir
+from recipe.atropos.run.record import update_summary
 from recipe.atropos.terminal.progress import say
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.files import write_atomic
@@ -112,6 +113,8 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
     """
     if Checkpoints(trainer.default_local_dir).continues(trainer):
         return
+    if files.summary.exists():
+        update_summary(files.path, {}, remove=["environments_joined"])  # which a new store counts from 0
     now = f"{time.time():.0f}"
     for store, logs in ((files.trajectories, [""]), (files.sessions, ["", "-wal", "-shm"])):
         for log in logs:

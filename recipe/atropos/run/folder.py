@@ -26,6 +26,7 @@ from recipe.atropos.utils.files import (
     DiskFull,
     RunDirError,
     disk_errors,
+    open_lock,
     read_json,
     remove_partial,
     write_json,
@@ -140,7 +141,7 @@ class RunDir:
             with disk_errors(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=self.path).close()  # the lock's file may be there already
-                descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+                descriptor = open_lock(self.lock_file)
         except DiskFull:
             raise
         except OSError as error:

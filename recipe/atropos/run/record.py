@@ -19,6 +19,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.utils.files import (
     append_line,
     disk_errors,
+    open_lock,
     read_json,
     read_lines,
     rewrite_lines,
@@ -175,7 +176,7 @@ def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Col
         DiskFull: the summary is unchanged.
     """
     path = RunDir(directory).summary
-    with disk_errors(path), open(path.with_name(".summary.lock"), "ab") as lock:
+    with disk_errors(path), open(open_lock(path.with_name(".summary.lock")), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         merged = {**read_json(path, {}), **values}
         write_json(path, {key: value for key, value in merged.items() if key not in remove})
@@ -217,13 +218,13 @@ class ItemCounts:
     """What became of an environment's items over all its processes, from its reports.
 
     ``totals``: of what ended, by name; ``in_flight``: items that are begun, by replica; ``lost``: items that were begun
-    when their process ended.
+    when their process ended. ``restarts``: of its processes.
     """
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
         self.in_flight: Counter[int] = Counter()
-        self.lost = 0
+        self.lost = self.restarts = 0
         self._of_process: dict[int, Counter[str]] = {}  # by replica
 
     def add(self, line: Mapping[str, Any]) -> Counter[str]:
@@ -232,6 +233,7 @@ class ItemCounts:
         if "started" in line:
             self.lost += self.in_flight.pop(replica, 0)
             self._of_process.pop(replica, None)
+            self.restarts += line.get("restarted", False)
         if "counts" not in line:
             return Counter()
         counts = Counter(line["counts"])

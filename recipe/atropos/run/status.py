@@ -83,8 +83,10 @@ def _is_run(path: Path) -> bool:
 
 
 def _started(path: Path) -> float:
-    holder = RunDir(path).holder()
-    return holder.started if holder else path.stat().st_mtime
+    with contextlib.suppress(PermissionError):  # another user's
+        if (holder := RunDir(path).holder()) is not None:
+            return holder.started
+    return path.stat().st_mtime
 
 
 def is_finished(files: RunDir, steps: int, total: int | None) -> bool:

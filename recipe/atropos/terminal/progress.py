@@ -38,14 +38,15 @@ _EVERY_SECONDS = 15.0  # between two lines of progress
 
 class _LastingConsole(Console):
     """Goes on, without output, once its terminal is gone, as it is for a job that a shell has disowned, or whoever
-    reads its pipe, as ``tee`` is with a terminal.
+    reads its pipe, as ``tee`` is with a terminal, or its file's disk or quota is full.
     """
 
     def _write_buffer(self) -> None:
         try:
             super()._write_buffer()
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.EPIPE):  # at the second, rich would end the program
+            # At EPIPE, rich would end the program.
+            if error.errno not in (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
                 raise
             nothing = os.open(os.devnull, os.O_WRONLY)
             for number in (1, 2):

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.database import RESTORE, TrajectoryStoreError
+from recipe.atropos.utils.files import open_lock
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class TrajectoryStore:
         self._failure: Exception | None = None
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self._lock = open_lock(self.folder / "lock")
         except OSError as error:
             raise ConfigurationError(
                 f"data-dir={folder}: {error.strerror}; give a folder that can be written"

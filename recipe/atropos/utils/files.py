@@ -82,6 +82,13 @@ def disk_is_full(path: str | Path) -> bool:
     return disk.f_bavail * disk.f_frsize < _NO_ROOM
 
 
+def open_lock(path: Path) -> int:
+    """Open a file for ``flock``, created if needed. Other users cannot: whoever can read it could take the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.fchmod(descriptor, 0o600)  # one of an earlier version
+    return descriptor
+
+
 def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
     """Replace the file by ``data``, or leave it as it is; it has ``mode`` from its first byte on.
 

@@ -72,16 +72,20 @@ def _keep_private() -> None:
 
 
 def keep_logs(folder: Path) -> None:
-    """Copy Ray's own logs, to which its errors refer, to ``folder``; nothing if a cluster was joined.
+    """Replace ``folder`` by a copy of Ray's own logs, to which its errors refer; nothing if a cluster was joined.
 
-    While an error is being handled, an error of the copy becomes a note on it.
+    Only this user may read it, as any may write to Ray's folder. Logs of runtime environments, which quote their
+    variables, are left out. While an error is being handled, an error of the copy becomes a note on it.
     """
     logs = scratch.current().folder / "ray" / "session_latest" / "logs"
     with secondary_errors():
         if not logs.is_dir():
             return
         try:
-            shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(mode=0o700, parents=True)
+            quoting = shutil.ignore_patterns("runtime_env*")
+            shutil.copytree(logs, folder / "session", ignore=quoting, ignore_dangling_symlinks=True)
         except shutil.Error as error:  # with all the files that failed: the disk is full, or Ray rotated a log
             [(path, _, reason), *others] = error.args[0]
             more = f", and {len(others)} others" if others else ""

@@ -410,3 +410,13 @@ def test_only_a_run_that_goes_on_keeps_its_store(tmp_path):
 
     assert keeps_its_store("auto") and keeps_its_store("resume_path", files.checkpoints)
     assert not keeps_its_store("disable") and not keeps_its_store("resume_path", tmp_path / "other/checkpoints")
+
+
+def test_environments_that_join_a_new_store_are_counted_anew(tmp_path):
+    """Else a run that begins again would announce none until more have joined than before."""
+    files = RunDir(tmp_path)
+    for mode, left in (("auto", {"environments_joined": 3, "steps": 1}), ("disable", {"steps": 1})):
+        save(files.checkpoints, 3)
+        update_summary(tmp_path, {"environments_joined": 3, "steps": 1})
+        set_aside_store(files, OmegaConf.create({"resume_mode": mode, "default_local_dir": str(files.checkpoints)}))
+        assert read_json(files.summary) == left

@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from helpers.waiting import until
 from recipe.atropos.commands.cluster import check, job
 from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, LaunchError
-from recipe.atropos.launcher import cluster_check
+from recipe.atropos.launcher import cluster_check, on_ray
 from recipe.atropos.launcher.cluster_check import Facts, _selects
 from recipe.atropos.launcher.on_ray import Host
 
@@ -143,6 +144,22 @@ def test_cluster_program_ends_before_it_starts_again(tmp_path):
         marks.append((psutil.Process(pid), host._scratch.folder))
     host.stop(1.0)
     assert not any(process.is_running() or folder.exists() for process, folder in marks)
+
+
+def test_cluster_program_leaves_all_its_output_in_bounded_files(tmp_path, monkeypatch):
+    """However steadily it writes, and what it says at its end too."""
+    monkeypatch.setattr(on_ray, "_LOG_BYTES", 1000)
+    program = "import signal, time; signal.signal(15, lambda *_: exit(print('the end'))); print('begun')\n"
+    program += "while True: print(9 * 'a line '); time.sleep(0.01)"
+    host = Host()
+    host.start_program("env", [sys.executable, "-uc", program], str(tmp_path), {})
+    log, found = host._service.log_path, b""
+    while len(found) < 5000:
+        time.sleep(0.05)
+        found += host.poll()[1]
+        assert log.stat().st_size < 3000
+    lines = (found + host.stop(10.0)).decode().splitlines()
+    assert lines[0] == "begun" and lines[-1] == "the end" and {*lines[1:-1]} == {9 * "a line "}
 
 
 def test_cluster_check_of_no_cluster_is_refused(monkeypatch, capsys):

@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -76,6 +78,12 @@ def test_dashboard_of_80_columns_shows_all_of_a_run(status):
         "Ctrl-C stops the run",
     ):
         assert words in text, words
+
+
+def test_output_to_a_full_disk_ends_no_run():
+    program = "from recipe.atropos.terminal.progress import say\nfor _ in range(3): say('a line' * 9999)"
+    with open("/dev/full", "w") as full:
+        subprocess.run([sys.executable, "-c", program], stdout=full, check=True, timeout=60)
 
 
 def test_dashboard_of_few_lines_keeps_the_first(status):

@@ -8,7 +8,6 @@ import signal
 import sys
 from types import SimpleNamespace
 
-import orjson
 import pytest
 import yaml
 
@@ -204,10 +203,9 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
     settings = config(A, B)
     path = tmp_path / "environments" / "a.jsonl"
 
-    def process(sent, equal):
+    def process(sent, equal, restarted):
         path.parent.mkdir(exist_ok=True)
-        with path.open("ab") as file:
-            file.write(orjson.dumps({"env": "a", "started": True}) + b"\n")
+        append_line(path, {"env": "a", "started": True, "restarted": restarted})
         report = EnvReport("a", path)
         report.count("sent", sent)
         report.write(1, at_once=True)
@@ -215,15 +213,15 @@ def test_counts_are_summed_over_the_processes_of_an_environment(tmp_path):
         report.in_flight = 4
         report.write(2, at_once=True)
 
-    process(5, 2)
-    process(7, 1)
+    process(5, 2, False)
+    process(7, 1, True)
     environments = EnvironmentProcesses(run_of(settings, tmp_path), "http://api", "http://server")
     assert environments.summary()["a"] == {
         "in_flight": 8,  # each process left four undone
         "items": 8,
         "not_sent/equal_scores": 3,
         "sent": 12,
-        "restarts": 0,
+        "restarts": 1,
         "abandoned": False,
     }
 

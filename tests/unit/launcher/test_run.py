@@ -256,6 +256,23 @@ def test_run_dir_full_disk_keeps_no_environment_running(full_disk, configured):
     assert not run.services and all(state.service.poll() is not None for state in environments._states)
 
 
+def test_an_interrupt_shows_what_fails_at_the_end(tmp_path, monkeypatch, capsys):
+    async def interrupted(run, *_):
+        monkeypatch.setattr(run, "stop", lambda: exec("raise ServiceFailed('api survived')", globals()))
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    start_only_an_api(monkeypatch, interrupted)
+    run = run_of(compose_config("actor_rollout_ref.model.path=m"), tmp_path)
+    try:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(launch(run))
+    finally:
+        monkeypatch.undo()
+        run.stop()
+    assert "then, at the end: api survived" in capsys.readouterr().out
+
+
 def test_run_counts_the_seconds_of_all_its_starts(tmp_path, monkeypatch):
     """Also of those that fail: the table at the end shows the time that all steps took."""
     config = compose_config("actor_rollout_ref.model.path=m")
