@@ -116,7 +116,7 @@ class Probe:
                 os.fsync(file.fileno())
             os.rename(file.name, path)
             with open(Path(folder, "lock"), "r+") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return ""  # as it must be: the head has it
         except OSError as error:
@@ -250,10 +250,10 @@ def _token(address: str) -> ClusterFinding:
 
 
 def _shared(key: str, folder: Path, probes: dict[str, Any]) -> Iterator[ClusterFinding]:
-    """Check that a folder is one, where files are renamed and locked, for all nodes."""
+    """Check that a folder is one, where files are renamed and locked, as a run's folder is, for all nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".shared-") as shared, open(Path(shared, "lock"), "w") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
         for address, failed in _answers(probes, "use", shared).items():
             if not failed and not Path(shared, address).exists():
                 failed = "what it writes is not here"

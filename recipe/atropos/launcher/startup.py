@@ -108,15 +108,16 @@ def session_command(run: Run, inference: InferenceServices, api_url: str) -> lis
 
 
 def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
-    """Rename the stores of a run that ``trainer`` does not continue: its batches, and the groups of its sessions, are
-    not those of the new weights.
+    """Rename what a run that ``trainer`` does not continue has stored: its batches, the groups of its sessions and the
+    environments' reports are not those of the new weights.
     """
     if Checkpoints(trainer.default_local_dir).continues(trainer):
         return
     if files.summary.exists():
-        update_summary(files.path, {}, remove=["environments_joined"])  # which a new store counts from 0
+        update_summary(files.path, {}, remove=["environments_joined", "seconds_in_all"])  # which count from 0 again
     now = f"{time.time():.0f}"
-    for store, logs in ((files.trajectories, [""]), (files.sessions, ["", "-wal", "-shm"])):
+    stores = (files.trajectories, [""]), (files.environments, [""]), (files.sessions, ["", "-wal", "-shm"])
+    for store, logs in stores:
         for log in logs:
             if (path := store.with_name(store.name + log)).exists():
                 path.rename(store.with_name(f"{store.name}.{now}{log}"))

@@ -397,7 +397,7 @@ def test_only_a_run_that_goes_on_keeps_its_store(tmp_path):
     save(tmp_path / "other/checkpoints", 3)
 
     def keeps_its_store(mode, folder=None):
-        stores = {files.trajectories, files.sessions, files.path / "sessions.sqlite-wal"}
+        stores = {files.trajectories, files.environments, files.sessions, files.path / "sessions.sqlite-wal"}
         for store in stores:
             store.mkdir()
         config = {"resume_mode": mode, "resume_from_path": folder and str(folder / "global_step_3")}
@@ -405,7 +405,7 @@ def test_only_a_run_that_goes_on_keeps_its_store(tmp_path):
         found = {*files.path.iterdir()} - {files.checkpoints}
         for folder in found:
             folder.rmdir()
-        assert found == stores or len(found - stores) == 3
+        assert found == stores or len(found - stores) == 4
         return found == stores
 
     assert keeps_its_store("auto") and keeps_its_store("resume_path", files.checkpoints)
