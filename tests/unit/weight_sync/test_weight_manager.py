@@ -15,6 +15,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.errors import Preempted
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.utils.process import free_port
+from recipe.atropos.verl_ext.worker_group import RankTimeout
 from recipe.atropos.weight_sync import fleet as fleet_module
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
@@ -234,6 +235,15 @@ def test_manager_repeats_a_push_in_which_a_server_died(served, hangs):
     metrics = manager.update_weights(2)
     assert served.group.pushes[1:] == [(2, sorted([first, second])), (2, [first])]
     assert metrics["weight_sync/servers_removed"] == 1 and served.gateway.serves()[:2] == (2, {first})
+
+
+def test_manager_repeats_no_push_that_ranks_may_still_be_in(served):
+    """Two at once would mix their gathers: a rank is an actor with a coroutine, so Ray starts the second beside it."""
+    manager, served.group.error = manager_of(served), RankTimeout("no answer of rank 0")
+    served.group.during = lambda: die(served, 1)
+    with pytest.raises(RankTimeout):
+        manager.update_weights(1)
+    assert len(served.group.pushes) == 1 and manager.version is None
 
 
 def test_manager_ends_when_a_server_dies_in_each_push(served):
