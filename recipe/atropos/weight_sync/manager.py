@@ -141,8 +141,7 @@ class WeightSyncManager:
         """Free the trainer's cached memory, and resume what offloaded servers need to load the weights."""
         if self.memory is not None:
             self.actor_wg.empty_cache()
-            self.memory.pushing = global_steps
-            self.memory.resume_weights()
+            self.memory.resume_weights(global_steps)
 
     def _push(self, global_steps: int, targets: list[str], adapter: str | None) -> dict[str, float] | None:
         """Push to ``targets`` only; return its metrics, or None if one of them died in it."""

@@ -348,11 +348,10 @@ def asked(served):
 
 
 def test_memory_comes_back_in_two_parts_around_a_push(served, memory):
-    memory.resume_weights()
+    memory.resume_weights(2)
     assert asked(served) == [(0, "weights"), (1, "weights")] and memory.mark.exists()
     for stub in served.stubs:
         stub.version = "2"
-    memory.pushing = 2
     memory.resume_caches()
     memory.resume(served.fleet.urls)
     assert asked(served) == [(number, what) for number in (0, 1) for what in ("/continue_generation", "kv_cache")]
