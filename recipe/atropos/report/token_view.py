@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantages
 from recipe.atropos.algorithm.estimators import ESTIMATORS
+from recipe.atropos.config.models import check_model
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 from recipe.atropos.report.run_history import RunHistory
@@ -32,6 +33,7 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     need the model and the run.
 
     Raises:
+        ConfigurationError: the model is not where the run had it.
         DataSourceError: there is no such step, or the estimator needs the model.
         TrajectoryStoreError: there is no such batch.
     """
@@ -40,6 +42,7 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the model: nothing to show"
         )
     model = config.actor_rollout_ref.model
+    check_model(model.path)  # transformers would ask a hub that cannot be reached again and again
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
     versions = VersionLimits(step - 1, config.trainer.atropos.get("max_staleness"))  # an earlier version had no limit
@@ -116,6 +119,7 @@ def token_columns(
     them together ``limit``.
 
     Raises:
+        ConfigurationError: the model is not where the run had it.
         TrajectoryStoreError: the batches are not there.
         DataSourceError: the estimator needs the model.
     """
@@ -126,6 +130,7 @@ def token_columns(
     model.trust_remote_code = False  # it may be somebody else's run; without a value it would be asked for
     if not Path(model.path).exists() and (history.run.model / "config.json").exists():
         model.path = str(history.run.model)  # the run may have been copied from another machine
+    check_model(model.path)
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     found: dict[tuple[int, int], dict[str, Any]] = {}
     failed: DataSourceError | records.TrajectoryStoreError | None = None
