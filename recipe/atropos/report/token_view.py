@@ -28,9 +28,9 @@ from recipe.atropos.verl_ext.batch import DataProto
 def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> DataProto:
     """Return the batch of ``step`` as rows, with advantages computed from these rows alone.
 
-    ``groups`` are those of the step, if they were read already. ``max_staleness`` is that of ``config``, whatever it
-    was at the step. A KL penalty in the reward, rejection, and statistics over the whole run are left out, since they
-    need the model and the run.
+    ``groups`` are those of the step, if they were read already. What was too old then is left out, whatever the newest
+    ``max_staleness`` is; other settings are those of ``config``. A KL penalty in the reward, rejection, and statistics
+    over the whole run are left out, since they need the model and the run.
 
     Raises:
         ConfigurationError: the model is not where the run had it.
@@ -45,7 +45,9 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     check_model(model.path)  # transformers would ask a hub that cannot be reached again and again
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
-    versions = VersionLimits(step - 1, config.trainer.atropos.get("max_staleness"))  # an earlier version had no limit
+    line = {line["step"]: line for line in read_metrics(config.run.dir)}.get(step, {})
+    age = line.get("atropos/staleness/max", config.trainer.atropos.get("max_staleness"))  # an old run has none
+    versions = VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age)
     rows, report = groups_to_data_proto(
         groups or batch_of_step(RunDir(config.run.dir), step), limits, versions=versions
     )
