@@ -35,6 +35,7 @@ from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.env_specs import fill_warnings
 from recipe.atropos.config.models import SMALL_POLICIES, check_model, resolve_model
 from recipe.atropos.config.preflight import check_config
+from recipe.atropos.config.transports import named_transport
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted, expected_failure, output_may_be_closed
 from recipe.atropos.inference.installed import installed_versions
 from recipe.atropos.inference.server import check_flags, check_launch
@@ -90,6 +91,13 @@ def check_start(run: Run) -> None:
     check_ports(config)
     for server in plan_servers(run, lora=False).values():
         check_launch(server)
+    transport = named_transport(config)
+    if (transport is None or transport.by_rank) and int(server.extra_args.get("dp_size") or 1) > 1:
+        raise ConfigurationError(
+            f"inference.args.dp_size={server.extra_args['dp_size']} with trainer.atropos.weight_sync.transport="
+            f"{config.trainer.atropos.weight_sync.transport}: it cannot push to such a server; give inference.servers "
+            "instead, or set transport=disk"
+        )
     if inference.args:
         check_flags(server, OmegaConf.to_container(inference.args, resolve=True))
 

@@ -290,12 +290,11 @@ def test_requests_wait_while_a_server_is_offloaded(server, models, tmp_path, ver
         arriving = threads.submit(call, server, request, 120)
         time.sleep(1.5)
         assert not running.done() and not arriving.done()
-        memory.resume_weights()
+        memory.resume_weights(version + 1)
         assert memory.without_cache.keys() == {server} and mark.exists()
         send(pusher, models["new"], version + 1)
         time.sleep(0.5)
         assert not running.done() and not arriving.done(), "its cache comes first"
-        memory.pushing = version + 1
         memory.resume_caches()
         memory.resume([server])
         assert not memory.without_cache and not mark.exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from recipe.atropos.config.models import MODEL_KEY
 from recipe.atropos.credit import microscope
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
@@ -46,7 +47,7 @@ def measure(files: RunDir, step: int, limit: int, model: str | None) -> None:
     """Print the noise of both gradients over the whole groups among a step's first ``limit`` rows, and their ratio.
 
     Raises:
-        ConfigurationError: these are less than two groups.
+        ConfigurationError: these are less than two groups, or there is no model at ``model``, by default the run's.
     """
     from transformers import AutoModelForCausalLM
 
@@ -54,11 +55,11 @@ def measure(files: RunDir, step: int, limit: int, model: str | None) -> None:
     from recipe.atropos.report.token_view import origin_of_advantages, rows_of_step
 
     own = {"run.dir": str(files.path), "actor_rollout_ref.model.trust_remote_code": False}
-    config = with_values(load_recorded(files.config), own)
+    config = with_values(load_recorded(files.config), own | ({MODEL_KEY: model} if model else {}))
     outcome = {"algorithm.adv_estimator": "grpo_atropos", "trainer.atropos.use_advantages": False}
     outcome |= {"trainer.atropos.fallback_to_grpo": True}
     given, outcomes = rows_of_step(config, step), rows_of_step(with_values(config, outcome), step)
-    uids, path = given.non_tensor_batch["uid"], model or config.actor_rollout_ref.model.path
+    uids, path = given.non_tensor_batch["uid"], config.actor_rollout_ref.model.path
     groups = sorted({*uids[:limit]} - {*uids[limit:]}, key=int)
     if len(groups) < 2:
         raise ConfigurationError(f"--rows={limit} holds {len(groups)} whole groups of step {step}; give more, for two")

@@ -251,7 +251,8 @@ def _shared_memory() -> str:
 def _disk(config: DictConfig) -> str:
     found = [_room(config.run.dir, 0, "logs and trajectories", "--run-dir")]
     model, only = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.checkpoint.save_lora_only
-    if config.trainer.save_freq > 0 and not only and (parameters := _parameters(model.path)):
+    parameters = 0 if only else _parameters(model.path)
+    if config.trainer.save_freq > 0 and (parameters or only):
         # The next is written before an older one is removed.
         kept = max(config.trainer.max_actor_ckpt_to_keep or 0, 2) + 1
         size = kept * parameters * (_BASE_BYTES if model.lora_rank else _STATE_BYTES)
@@ -259,7 +260,7 @@ def _disk(config: DictConfig) -> str:
             _room(
                 config.trainer.default_local_dir,
                 size,
-                f"{kept} checkpoints of {parameters / 1e9:.2g} billion parameters",
+                f"{kept} checkpoints of " + ("an adapter" if only else f"{parameters / 1e9:.2g} billion parameters"),
                 "trainer.default_local_dir, or lower trainer.max_actor_ckpt_to_keep",
             )
         )

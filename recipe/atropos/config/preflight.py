@@ -102,6 +102,13 @@ def _training(config: DictConfig) -> Rules:
             f"actor_rollout_ref.actor.checkpoint.{key}={list(contents[key])} lacks model: a run that is resumed, or a "
             "trainer that is restarted, would go on from the first weights; add it",
         )
+    schedule, loaded = actor.optim, contents.load_contents
+    constant = schedule.lr_scheduler_type == "constant"
+    yield (
+        "extra" not in loaded and not (constant and max(schedule.lr_warmup_steps, schedule.lr_warmup_steps_ratio) <= 0),
+        f"actor_rollout_ref.actor.checkpoint.load_contents={list(loaded)} lacks extra: a run that is resumed would "
+        "begin the learning rate's schedule anew; add it, or set optim.lr_scheduler_type=constant without a warmup",
+    )
 
 
 def _ranks(config: DictConfig) -> Rules:

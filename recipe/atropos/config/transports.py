@@ -31,6 +31,8 @@ class WeightTransport:
     """Whether the trainer keeps the memory of its buckets on a GPU between pushes."""
     in_requests = False
     """Whether what is loaded comes with the request that loads it, so that it may be named for an adapter, too."""
+    by_rank = False
+    """Whether each rank of a server takes part, which those of a data-parallel server (``dp_size``) cannot."""
     adapter: str | None = None
     """Name of the next adapter to push, where only an adapter is pushed."""
 

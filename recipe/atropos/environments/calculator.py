@@ -84,9 +84,9 @@ class CalculatorEnv(GSM8kEnv):
             FileNotFoundError, ValueError: naming the dataset, file or line; or the template cannot render the tool.
             ConfigurationError: branches are asked for where there can be none, or in ways that exclude each other.
         """
+        await super().setup()
         self._try_chat_template()
         self._lengths = deque[int](maxlen=128), deque[int](maxlen=128)  # sampled tokens of the latest, first and others
-        await super().setup()
 
     @classmethod
     def _load(cls, config: CalculatorEnvConfig) -> tuple[Sequence[WordProblem], Sequence[WordProblem]]:

@@ -24,6 +24,7 @@ from recipe.atropos.adapter.restore import group_of_nodes
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import default_temperature
 from recipe.atropos.environments.items import ItemsEnv, ItemsEnvConfig
+from recipe.atropos.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,15 @@ class SingleTurnEnv(ItemsEnv):
         """Return the ``samples.jsonl`` record of a greedy answer; ``eval_summary`` reads it."""
 
     # ------------------------------------------------------------------ rollouts
+
+    async def setup(self) -> None:
+        """Load both splits. Raises ConfigurationError if the tokenizer cannot render messages: each item would fail."""
+        if not self.tokenizer.chat_template:
+            raise ConfigurationError(
+                f"the tokenizer {self.config.tokenizer_name} has no chat template, and {type(self).__name__} sends "
+                "messages: give an instruct model, or set chat_template in its tokenizer_config.json"
+            )
+        await super().setup()
 
     def answer_tokens(self, messages: Messages, more: int = 0) -> int:
         """Return the maximum answer length that keeps the sequence below the limits of BaseEnv and the trainer.

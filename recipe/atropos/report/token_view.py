@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from recipe.atropos.algorithm.advantages import RunningMoments, compute_advantages
 from recipe.atropos.algorithm.estimators import ESTIMATORS
+from recipe.atropos.config.models import check_model
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
 from recipe.atropos.report.run_history import RunHistory
@@ -27,11 +28,12 @@ from recipe.atropos.verl_ext.batch import DataProto
 def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> DataProto:
     """Return the batch of ``step`` as rows, with advantages computed from these rows alone.
 
-    ``groups`` are those of the step, if they were read already. ``max_staleness`` is that of ``config``, whatever it
-    was at the step. A KL penalty in the reward, rejection, and statistics over the whole run are left out, since they
-    need the model and the run.
+    ``groups`` are those of the step, if they were read already. What was too old then is left out, whatever the newest
+    ``max_staleness`` is; other settings are those of ``config``. A KL penalty in the reward, rejection, and statistics
+    over the whole run are left out, since they need the model and the run.
 
     Raises:
+        ConfigurationError: the model is not where the run had it.
         DataSourceError: there is no such step, or the estimator needs the model.
         TrajectoryStoreError: there is no such batch.
     """
@@ -40,9 +42,12 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the model: nothing to show"
         )
     model = config.actor_rollout_ref.model
+    check_model(model.path)  # transformers would ask a hub that cannot be reached again and again
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
-    versions = VersionLimits(step - 1, config.trainer.atropos.get("max_staleness"))  # an earlier version had no limit
+    line = {line["step"]: line for line in read_metrics(config.run.dir)}.get(step, {})
+    age = line.get("atropos/staleness/max", config.trainer.atropos.get("max_staleness"))  # an old run has none
+    versions = VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age)
     rows, report = groups_to_data_proto(
         groups or batch_of_step(RunDir(config.run.dir), step), limits, versions=versions
     )
@@ -116,6 +121,7 @@ def token_columns(
     them together ``limit``.
 
     Raises:
+        ConfigurationError: the model is not where the run had it.
         TrajectoryStoreError: the batches are not there.
         DataSourceError: the estimator needs the model.
     """
@@ -126,6 +132,7 @@ def token_columns(
     model.trust_remote_code = False  # it may be somebody else's run; without a value it would be asked for
     if not Path(model.path).exists() and (history.run.model / "config.json").exists():
         model.path = str(history.run.model)  # the run may have been copied from another machine
+    check_model(model.path)
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     found: dict[tuple[int, int], dict[str, Any]] = {}
     failed: DataSourceError | records.TrajectoryStoreError | None = None

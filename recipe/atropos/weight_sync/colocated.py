@@ -29,7 +29,6 @@ class SharedMemory:
     """Memory of the servers of ``fleet``, which run on the trainer's GPUs.
 
     ``mark``, a marker file, exists from before the first release until all live servers were asked to resume.
-    ``pushing`` is the version of the newest push, which servers may report even if it failed.
     """
 
     def __init__(self, fleet: ServerFleet, pause_mode: PauseMode, mark: Path):
@@ -37,7 +36,7 @@ class SharedMemory:
         self.pause_mode = pause_mode
         self.mark = mark
         mark.unlink(missing_ok=True)  # left by a trainer that was killed
-        self.pushing: int | None = None
+        self._pushing: int | None = None  # the version of the newest push: servers may report it even if it failed
         self.released: dict[str, str] = {}  # by URL: the server's version when it released its memory
         self.without_cache: dict[str, str] = {}  # the same, for servers that resumed only their weights
 
@@ -57,8 +56,10 @@ class SharedMemory:
         self.mark.touch()
         self._on_each(urls, release_one)
 
-    def resume_weights(self) -> None:
-        """Resume the memory that a push needs, without its contents. A server restarted since then has its own.
+    def resume_weights(self, pushing: int | None = None) -> None:
+        """Resume the memory that a push of version ``pushing`` needs, without its contents; None: no push follows.
+
+        A server restarted since the release has its own.
 
         Raises:
             InferenceError: a server refuses, or has no room.
@@ -70,6 +71,7 @@ class SharedMemory:
                 self.without_cache[client.url] = version  # likewise: it may succeed even if no answer arrives
                 await client.resume_memory(_WEIGHTS)
 
+        self._pushing = self._pushing if pushing is None else pushing
         try:
             self._on_each(list(self.released), resume_one)
         finally:
@@ -85,7 +87,7 @@ class SharedMemory:
 
         async def resume_one(client: SGLangClient) -> None:
             before = self.without_cache.pop(client.url)
-            if await client.weight_version() in (before, str(self.pushing)):
+            if await client.weight_version() in (before, str(self._pushing)):
                 await client.resume_memory(_CACHE)
 
         try:

@@ -21,7 +21,7 @@ from recipe.atropos.data.rows import Row
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.gateway_client import GatewayClient
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup, RankTimeout
+from recipe.atropos.verl_ext.worker_group import LimitedWorkerGroup
 from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
 from recipe.atropos.weight_sync.probe import probe_servers
@@ -141,8 +141,7 @@ class WeightSyncManager:
         """Free the trainer's cached memory, and resume what offloaded servers need to load the weights."""
         if self.memory is not None:
             self.actor_wg.empty_cache()
-            self.memory.pushing = global_steps
-            self.memory.resume_weights()
+            self.memory.resume_weights(global_steps)
 
     def _push(self, global_steps: int, targets: list[str], adapter: str | None) -> dict[str, float] | None:
         """Push to ``targets`` only; return its metrics, or None if one of them died in it."""
@@ -157,7 +156,7 @@ class WeightSyncManager:
                 self.memory.resume(targets)
             if self.verify is not None:
                 metrics |= self.verify(global_steps, targets, adapter)
-        except (RankTimeout, RayTaskError, WeightPushError, InferenceError) as error:
+        except (RayTaskError, WeightPushError, InferenceError) as error:  # after a RankTimeout, ranks may still push
             if not self.fleet.died(targets):
                 raise
             logger.error("the push of version %d to %s failed, a server died in it: %s", global_steps, targets, error)

@@ -152,3 +152,16 @@ def test_distillation_is_finite_where_the_top_k_holds_all_mass(rng):
     every, less = torch.arange(V)[None], log_policy + math.log(0.99)
     kl, _ = forward_kl_top_k(logits, every, less)
     assert kl.item() == pytest.approx(0.99 * math.log(0.99), rel=1e-3)
+
+
+def test_distillation_of_a_policy_that_masks_a_token_is_finite(rng):
+    """The policy never gives token 0; of the positions, every second one has a teacher."""
+    logits = torch.randn(20, V, generator=rng)
+    logits[:, 0] = -math.inf
+    logits.requires_grad_()
+    top = torch.randn(20, V - 1, generator=rng).log_softmax(-1).topk(3)
+    top.values[::2] = float(NO_TEACHER)
+    kl, _ = forward_kl_top_k(logits, top.indices + 1, top.values)
+    kl.sum().backward()
+    assert kl.isfinite().all() and (kl[::2] == 0).all() and (kl[1::2] > 0).all()
+    assert logits.grad.isfinite().all()

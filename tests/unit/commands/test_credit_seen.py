@@ -18,6 +18,7 @@ from helpers.trainer import compose_config, random_group
 from recipe.atropos.__main__ import main
 from recipe.atropos.commands.inspect import show, style_of
 from recipe.atropos.credit.group import Credit, add_credit
+from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.report.token_view import token_columns
 from recipe.atropos.run.folder import RunDir
@@ -90,6 +91,18 @@ def test_inspect_runs_no_code_that_a_run_names(recorded, groups, model_path, tmp
         token_columns(read_history(run.path), {1: []}, 9, 9)
     assert not ran.exists()
     assert main(["inspect", str(run.path), "--trust-remote-code"]) == 0 and ran.exists()
+
+
+def test_recorded_steps_of_a_model_that_is_gone_say_so(recorded, groups, model_path):
+    """Not that a path is no name on the hub, which is asked only for a name."""
+    run = recorded(groups, "actor_rollout_ref.model.path=/gone/model")
+    told = r"actor_rollout_ref\.model\.path=/gone/model: no model there"
+    for command in (["inspect", str(run.path)], ["credit", f"--run={run.path}"]):
+        with pytest.raises(SystemExit, match=told):
+            main(command)
+    with pytest.raises(ConfigurationError, match=told):
+        token_columns(read_history(run.path), {1: []}, 9, 9)
+    assert main(["credit", f"--run={run.path}", f"--model={model_path}"]) == 0
 
 
 def test_inspect_shows_no_control_characters_of_a_model(recorded, groups, monkeypatch):

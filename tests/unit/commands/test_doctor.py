@@ -86,7 +86,7 @@ def test_doctor_looks_for_room_where_checkpoints_will_be(results, tmp_path, monk
         ("/", ["trainer.max_actor_ckpt_to_keep=1"], "3 checkpoints"),
         ("/", ["trainer.max_actor_ckpt_to_keep=4"], "5 checkpoints"),
         ("/", ["trainer.save_freq=-1"], "logs and trajectories$"),
-        (tmp_path, [ADAPTER, "actor_rollout_ref.actor.checkpoint.save_lora_only=true"], "logs and trajectories$"),
+        (tmp_path, [ADAPTER, "actor_rollout_ref.actor.checkpoint.save_lora_only=true"], "2 needed for 3 .* adapter$"),
         (tmp_path, [], "38 needed for 3 .*, or give another trainer.default_local_dir"),
     ):
         found = results("run.dir=/", f"trainer.default_local_dir={folder}", *options)["disk"]

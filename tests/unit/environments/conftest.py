@@ -21,10 +21,10 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def make_env(policy):
-    """``make_env(environment, **options)``: one that is set up."""
+    """``make_env(environment, **options)``: one that is set up; ``tokenizer``: another than the policy's."""
 
-    def make(environment, **options):
-        config = environment.env_config_cls(tokenizer_name=policy, use_wandb=False, **options)
+    def make(environment, tokenizer=policy, **options):
+        config = environment.env_config_cls(tokenizer_name=str(tokenizer), use_wandb=False, **options)
         server = APIServerConfig(
             model_name=policy, base_url="http://127.0.0.1:1/v1", api_key="x", server_type="sglang", health_check=False
         )

@@ -6,11 +6,16 @@ import importlib
 import pytest
 from atroposlib.envs.base import BaseEnv
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.loading import load_environment
+from recipe.atropos.environments.calculator import CalculatorEnv
+from recipe.atropos.environments.gsm8k import GSM8kEnv
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset
 from recipe.atropos.environments.single_turn import SingleTurnEnvConfig
+from recipe.atropos.environments.word_problems import SYNTHETIC
+from recipe.atropos.errors import ConfigurationError
 
 ENVIRONMENTS = "recipe.atropos.environments"
 NAMES = ("gsm8k", "calculator", "code", "reasoning", "even_tokens")
@@ -32,6 +37,17 @@ def test_an_environment_has_nothing_of_the_adapter_in_its_bases(name):
 def test_single_turn_needs_a_problem_in_each_split(options, option):
     with pytest.raises(ValidationError, match=f"{option}\n  Input should be greater than or equal to 1"):
         options(**{option: 0})
+
+
+@pytest.mark.parametrize("environment", [GSM8kEnv, CalculatorEnv])
+def test_single_turn_needs_a_chat_template(make_env, policy, tmp_path, environment):
+    """Each item would fail, and no batch would come."""
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    told = f"^the tokenizer {tmp_path} has no chat template, and {environment.__name__} sends messages"
+    with pytest.raises(ConfigurationError, match=told):
+        make_env(environment, tokenizer=tmp_path, dataset_name=SYNTHETIC, train_size=50, eval_size=20)
 
 
 class Logged(BaseEnv):

@@ -68,6 +68,8 @@ CASES = {
     ),
     f"{ACTOR}.checkpoint.save_contents=[hf_model]": "lacks model: a run that is resumed",
     f"{ACTOR}.checkpoint.load_contents=[optimizer]": "load_contents=.* lacks model",
+    f"{ACTOR}.checkpoint.load_contents=[model] {ACTOR}.optim.lr_warmup_steps=3": "lacks extra: a run that is resumed",
+    f"{ACTOR}.checkpoint.save_contents=[model] {ACTOR}.optim.lr_scheduler_type=cosine": "load_contents=.* lacks extra",
     f"{ACTOR}.fsdp_config.fsdp_size=0": "fsdp_size=0 does not divide .* = 1, the number of ranks",
     f"{ACTOR}.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=4": "fsdp_size=3 does not divide",
     f"{ACTOR}.ulysses_sequence_parallel_size=3 trainer.n_gpus_per_node=4": "parallel_size=3 does not divide",
@@ -107,8 +109,9 @@ def test_a_configuration_that_cannot_work_is_refused_by_key(overrides):
         f"{ACTOR}.fsdp_config.fsdp_size=8 trainer.nnodes=2",
         "sessions.renderer=default sessions.tool_parser=qwen3.5",
         "sessions.renderer=glm-4.5",
+        f"{ACTOR}.checkpoint.load_contents=[model]",
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_a_configuration_that_works_is_let_through(overrides):
     check_config(changed_config(compose_config(*MODEL), overrides.split()))

@@ -75,12 +75,14 @@ def test_schema_start_gives_servers_lists_and_mappings(tmp_path, monkeypatch):
         parser.add_argument("--cuda-graph-bs-decode", type=int, nargs="+")
         parser.add_argument("--model-loader-extra-config")
         parser.add_argument("--lora-paths", nargs="*")
+        parser.add_argument("--dp-size", type=int)
 """)
     monkeypatch.setenv("ATROPOS_CACHE", str(tmp_path / "cache"))
     python = executable(tmp_path / "python", f'PYTHONPATH={tmp_path} exec {sys.executable} "$@"')
     loader, adapters = "{num_threads:8,fast:true}", "[{lora_name:a},'b=c']"
-    flags = f"{{cuda_graph_bs_decode:[1,2],model_loader_extra_config:{loader},lora_paths:{adapters}}}"
-    given = f"actor_rollout_ref.model.path={tmp_path}", "inference.device=cpu", f"inference.python={python}"
+    flags = f"{{cuda_graph_bs_decode:[1,2],model_loader_extra_config:{loader},lora_paths:{adapters},dp_size:2}}"
+    given = [f"actor_rollout_ref.model.path={tmp_path}", "inference.device=cpu", f"inference.python={python}"]
+    given.append("trainer.atropos.weight_sync.transport=disk")  # else a server has no copies of its ranks
     (tmp_path / "config.json").write_text("{}")
     run = run_of(load_config(["preset=demo", *given, f"inference.args={flags}"]), tmp_path)
     check_start(run)
@@ -95,6 +97,7 @@ def test_schema_start_gives_servers_lists_and_mappings(tmp_path, monkeypatch):
     [
         ("inference.python=/nope", "inference.python=/nope does not run"),
         ("inference.args.port=5", "set inference.port itself"),
+        ("inference.args.dp=2", "args.dp_size=2 with .*transport=auto: .*; give inference.servers instead"),
         ("inference.host=::", "inference.host=:: is no IPv4 address of this machine"),
         ("environment.target=recipe.atropos.environments.no", "environment.target=.*environments.no: no such module"),
         ("environment.target=/no/such/env.py", "environment.target=/no/such/env.py: no such file"),

@@ -15,6 +15,7 @@ from recipe.atropos.report.curves import buckets, decimated, spread
 from recipe.atropos.report.run_history import read_history
 from recipe.atropos.report.samples import CHARACTERS, ROWS, chosen_rows, items, rollouts_of, samples, shortened
 from recipe.atropos.report.token_view import rows_of_step
+from recipe.atropos.run.folder import RunDir
 
 
 def row(score, uid, output):
@@ -67,16 +68,25 @@ def test_samples_have_tokens_with_mask_logprob_and_advantage(healthy):
     assert changed["answers"][0]["answer"] != changed["answers"][1]["answer"]
 
 
-def test_rows_of_a_step_are_those_that_were_trained_on(model_path):
-    """Not those of a version that was too old, or of none that was pushed."""
-    given = [f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.max_staleness=1"]
+def test_rows_of_a_step_are_those_that_were_trained_on(tmp_path, model_path):
+    """Not those of a version that was too old then, or of none that was pushed."""
+    given = [f"actor_rollout_ref.model.path={model_path}", "trainer.atropos.max_staleness=1", f"run.dir={tmp_path}"]
     own = {"tokens": [[5, 6, 7]] * 2, "masks": [[-100, 6, 7]] * 2, "scores": [0.0, 1.0], "env_id": 0}
-    groups = [own | {"group_overrides": {"policy_version_min": [version] * 2}} for version in (-1, 7, 8, 9)]
-    config = load_config(given)
+    known = [own | {"group_overrides": {"policy_version_min": [version] * 2}} for version in (-1, 7, 8, 9)]
+    groups, config, run = [*known, own], load_config(given), RunDir(tmp_path)
     assert [*rows_of_step(config, 10, groups).non_tensor_batch["uid"]] == ["2"] * 2 + ["3"] * 2
+    # The run was resumed with another max_staleness: at that step it was 2, 0, or there was none.
+    for line, uids in (
+        ({"atropos/staleness/max": 2.0}, "112233"),
+        ({"atropos/staleness/max": 0.0}, "33"),
+        ({"atropos/staleness/max": 2.0, "atropos/rows_with/unknown_version": 2.0}, "11223344"),
+    ):
+        write_lines(run.metrics, [{"step": 9}, {"step": 10, **line}])
+        assert "".join(rows_of_step(config, 10, groups).non_tensor_batch["uid"]) == uids
+    run.metrics.unlink()
     OmegaConf.set_struct(config, False)
     del config.trainer.atropos["max_staleness"]  # as in an earlier version
-    assert len(rows_of_step(config, 10, groups)) == 6
+    assert len(rows_of_step(config, 10, groups)) == 8
 
 
 def test_rollouts_are_read_where_the_run_has_written_them(tmp_path):

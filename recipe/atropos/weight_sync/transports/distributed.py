@@ -38,7 +38,7 @@ _ABANDON_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was ab
 class DistributedTransport(WeightTransport, name="distributed"):
     """Broadcasts buckets of ``bucket_size`` bytes; ``timeout``: seconds that a server may take for one of them."""
 
-    uses_nccl = keeps_buckets = True
+    uses_nccl = keeps_buckets = by_rank = True
 
     def __init__(self, *, bucket_size: int, timeout: float, **_: object):
         device = "cpu" if get_device_name() == "cpu" else get_device_id()

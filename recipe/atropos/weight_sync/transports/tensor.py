@@ -46,7 +46,7 @@ _DEVICE_INDEX = 6  # index of the device in the arguments of torch's rebuild_cud
 class TensorTransport(WeightTransport, name="tensor"):
     """Sends handles to shared buckets of ``bucket_size`` bytes."""
 
-    shares_memory = in_requests = True
+    shares_memory = in_requests = by_rank = True
 
     def __init__(self, *, bucket_size: int, **_: object):
         # Of this process: torch's default handles are file descriptors, and a server that gets such a handle crashes.
