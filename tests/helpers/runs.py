@@ -64,7 +64,7 @@ def make_run(folder, steps=10, total=20, pid=None, host=None, started=None, **se
     files.lock_file.touch()
     holder = {"pid": pid, "host": host or socket.gethostname(), "command": "launch_services", "started": started}
     holder |= {"booted": psutil.boot_time(), "inode": files.lock_file.stat().st_ino}
-    files.lock_file.write_bytes(orjson.dumps(holder))
+    files.holder_file.write_bytes(orjson.dumps(holder))
     files.config.write_text(CONFIG % total)
     write_lines(files.metrics, [metrics_line(step, step / 10) for step in range(1, steps + 1)])
     entries = {name: {"url": None, "log": None, **entry} for name, entry in services.items()}

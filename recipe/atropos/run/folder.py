@@ -80,7 +80,8 @@ class RunDir:
         self.wandb_run = path / "wandb_run"  # the number of the run's W&B run
         self.servers_offloaded = path / "servers_offloaded"  # present while servers on the trainer's GPUs are offloaded
         self.waiting = path / "waiting"  # present while the trainer waits for a batch or an evaluation
-        self.lock_file = path / "lock"
+        self.holder_file = path / "lock"  # which process has locked the folder
+        self.lock_file = path / ".lock"
 
     def log(self, service: str) -> Path:
         return self.logs / f"{service}.log"
@@ -159,8 +160,9 @@ class RunDir:
         is a copy of the one that it locked.
         """
         try:
-            found = Holder.parse(self.lock_file.read_bytes())
-            return None if found and found.is_here and found.inode != self.lock_file.stat().st_ino else found
+            found = Holder.parse(self.holder_file.read_bytes())
+            locked = self.lock_file if self.lock_file.exists() else self.holder_file  # an earlier version's
+            return None if found and found.is_here and found.inode != locked.stat().st_ino else found
         except FileNotFoundError:
             return None
 
@@ -190,7 +192,7 @@ class RunDir:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                holder = Holder.parse(os.pread(descriptor, 4096, 0))
+                holder = self.holder()
                 lives = holder is not None and holder.lives()
                 if lives or time.monotonic() > deadline:
                     whose = "" if lives else "what was started by "
@@ -207,9 +209,8 @@ class RunDir:
                     "another file system (--run-dir), or mount this one with locks"
                 ) from error
             time.sleep(_LOCK_POLL_SECONDS)
-        with disk_errors(self.lock_file):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, orjson.dumps(Holder.this_process(os.fstat(descriptor).st_ino)), 0)
+        with disk_errors(self.holder_file):
+            self.holder_file.write_bytes(orjson.dumps(Holder.this_process(os.fstat(descriptor).st_ino)))
 
 
 @dataclass(frozen=True)

@@ -79,14 +79,12 @@ def _folders(runs: Path) -> list[Path]:
 
 def _is_run(path: Path) -> bool:
     files = RunDir(path)
-    return any(file.is_file() for file in (files.lock_file, files.config, files.metrics))
+    return any(file.is_file() for file in (files.holder_file, files.config, files.metrics))
 
 
 def _started(path: Path) -> float:
-    with contextlib.suppress(PermissionError):  # another user's
-        if (holder := RunDir(path).holder()) is not None:
-            return holder.started
-    return path.stat().st_mtime
+    holder = RunDir(path).holder()
+    return holder.started if holder else path.stat().st_mtime
 
 
 def is_finished(files: RunDir, steps: int, total: int | None) -> bool:
