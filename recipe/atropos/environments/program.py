@@ -47,7 +47,7 @@ from pydantic import Field
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
-from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig, together
+from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.sessions.counts import count_session
@@ -55,6 +55,7 @@ from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.tasks import together
 
 logger = logging.getLogger(__name__)
 
