@@ -262,15 +262,15 @@ class ProgramEnv(SessionsEnv):
         finally:
             with contextlib.suppress(OSError):  # of another user's files, as of a container
                 scratch.cleanup()
+        if status != 0:
+            logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
+            raise SessionFailed("exit_status")
         if self.config.score is not None:
             # In a thread of its own: those that never return would use up the ones that start and end programs.
             scored = await asyncio.get_running_loop().run_in_executor(
                 ThreadPoolExecutor(1), named_function(self.config.score, "--env.score"), item, output
             )
             return await scored if inspect.isawaitable(scored) else scored
-        if status != 0:
-            logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
-            raise SessionFailed("exit_status")
         return next(filter(_holds_reward, reversed(output.split("\n"))), None)
 
 

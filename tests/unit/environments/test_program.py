@@ -146,6 +146,28 @@ def test_program_score_holds_up_nothing(tmp_path, monkeypatch):
     assert found["failed/seconds"] == 4
 
 
+def scores_the_worst(item, output):
+    return 0.0
+
+
+@pytest.mark.parametrize(("turns", "cause"), [(1, "exit_status"), (2, "turns")])
+def test_program_that_crashes_is_not_scored(tmp_path, monkeypatch, turns, cause):
+    """Nor after it has reached a limit, which is then the cause."""
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, sys\nfrom urllib.request import Request, urlopen\n"
+        "said = json.dumps({'messages': [{'role': 'user', 'content': 'sum'}]}).encode()\n"
+        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "for _ in range(int(sys.argv[1])):\n"
+        "    urlopen(Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', said, key)).read()\n"
+        "sys.exit(1)"
+    )
+    command = f"{sys.executable} {script} {turns}"
+    score = f"{__name__}:scores_the_worst"
+    found = counted(tmp_path, monkeypatch, {}, ["19"] * 4, command=command, score=score, max_turns=1)
+    assert found[f"failed/{cause}"] == found["ended"] == 4 and found["left_out"] == 2
+
+
 BEGUN, RELEASED = threading.Event(), threading.Event()
 
 
