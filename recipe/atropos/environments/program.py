@@ -6,7 +6,8 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 - ``command``: a program in a folder of its own, with the item as JSON in ``$ATROPOS_ITEM``; the address and the
   session's key are in ``$OPENAI_BASE_URL`` and ``$OPENAI_API_KEY``, and in the same of ``$ANTHROPIC_``. The reward is
   the last line that it prints that holds one, a number or a mapping with ``reward`` (and ``metrics`` and
-  ``turn_values``, if it likes) as JSON, or what ``score`` returns, ``MODULE:function(item, output)``, in a thread.
+  ``turn_values``, if it likes) as JSON, or what ``score`` returns, ``MODULE:function(item, output)``, in a thread. Of
+  what it prints the last 4 MB are read.
 - ``agent``: ``MODULE:function``, an async ``agent(item, base_url, api_key)`` that returns the reward; OpenAI's clients
   want ``base_url`` with ``/v1``.
 
@@ -24,6 +25,7 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import io
 import json
 import logging
 import math
@@ -62,6 +64,7 @@ logger = logging.getLogger(__name__)
 _TRIES = 2  # of a session
 _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
+_OUTPUT_BYTES = 4_000_000  # that are read of what a program prints: the last
 _HELD_OUT = 0.2  # of the items, if no others are given
 _SHARE = 0.9  # of an item's time; the rest is for what follows
 
@@ -256,7 +259,7 @@ class ProgramEnv(SessionsEnv):
                 service = await asyncio.shield(started)
                 while (status := service.poll()) is None:
                     await asyncio.sleep(_POLL)
-                output, errors = (path.read_text(errors="replace") for path in (printed, log))
+                output, errors = await asyncio.to_thread(lambda: [_last_part(path) for path in (printed, log)])
             finally:
                 await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
         finally:
@@ -271,7 +274,7 @@ class ProgramEnv(SessionsEnv):
                 ThreadPoolExecutor(1), named_function(self.config.score, "--env.score"), item, output
             )
             return await scored if inspect.isawaitable(scored) else scored
-        return next(filter(_holds_reward, reversed(output.split("\n"))), None)
+        return await asyncio.to_thread(lambda: next(filter(_holds_reward, reversed(output.split("\n"))), None))
 
 
 def parted(
@@ -315,6 +318,12 @@ def read_reward(result: Any) -> dict[str, Any]:
     return {"reward": float(fields["reward"]), "metrics": metrics, "turn_values": fields.get("turn_values")}
 
 
+def _last_part(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+        return io.TextIOWrapper(file, errors="replace").read()
+
+
 def _is_finite(value: Any) -> bool:
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)  # NumPy's are Real too
@@ -324,7 +333,7 @@ def _is_finite(value: Any) -> bool:
 
 def _holds_reward(line: str) -> bool:
     try:
-        found = json.loads(line)
+        found = json.loads(line) if line.lstrip()[:1] in "{-0123456789NI" else None  # many lines are no JSON
     except (ValueError, RecursionError):
         return False
     return "reward" in found if isinstance(found, dict) else isinstance(found, float) or type(found) is int

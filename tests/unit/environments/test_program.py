@@ -247,6 +247,18 @@ def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
     assert printed(f"{sys.executable} {script}") == 0.5
 
 
+def scores_what_is_read(item, output):
+    return {"reward": len(output), "metrics": {"ends": output.endswith("still\n1\n")}}
+
+
+def test_program_output_is_read_in_its_last_part():
+    """It may be as long as its program likes; lines end as a terminal's do."""
+    command = "sh -c 'yes still | head -c 9000000; printf \"1\\r\\n\"'"
+    assert printed(command) == 1
+    found = asyncio.run(executed(1, command=command, score=f"{__name__}:scores_what_is_read"))
+    assert found == {"reward": 4_000_000 - 1, "metrics": {"ends": True}}
+
+
 def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     """Where a file or a folder has its name; the paths after it are of the folder where it is started."""
     monkeypatch.chdir(tmp_path)
