@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import SamplingParams
+from recipe.atropos.data.token_keys import key_of, keys_of
 
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000

@@ -32,6 +32,7 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.data.token_keys import keys_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
 
@@ -223,13 +224,14 @@ def add_credit(
     for i in set(range(len(found))) - {*parents.tolist()}:
         outcomes[i] = group["scores"][found[i].sequence]
     named, tokens = _overrides(group).get("turn_states"), group["tokens"]
-    states = [str(named[s][turn]) if named else tuple(tokens[s][:start]) for s, turn, start, _ in found]
+    keys = [] if named else [keys_of(row) for row in tokens]
+    states = [str(named[s][turn]) if named else int(keys[s][start]) for s, turn, start, _ in found]
     values = _values(group, found, outcomes, credit, tokenizer, item)
     if values is None and credit.method in ("vineppo", "mt_grpo") and (parents >= 0).any():
         raise RefusedGroup(Reason.MALFORMED, f"{credit.method}: give values, or turn_values in group_overrides")
     decisions = Decisions(parents, outcomes, values, states)
-    keys = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
-    given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **keys)
+    options = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
+    given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **options)
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, restored, sampled, trained, with_bos
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece
-from recipe.atropos.adapter.token_keys import key_of, keys_of
+from recipe.atropos.data.token_keys import key_of, keys_of
 
 
 def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
