@@ -22,6 +22,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -252,12 +253,14 @@ async def give_credit(
     item: Any,
     taught: Sequence[Sequence[float]] | None = None,
 ) -> None:
-    """Call ``add_credit`` in a thread, as a function of ``credit.values`` may take long. Raises as that; RefusedGroup,
-    too, if it does not return in time.
+    """Call ``add_credit`` in a thread of its own, as a function of ``credit.values`` may take long. Raises as that;
+    RefusedGroup, too, if it does not return in time.
     """
     try:
         async with asyncio.timeout(_SECONDS):
-            await asyncio.to_thread(add_credit, group, credit, tokenizer, item, taught)
+            # Its own: those that never return would use up the threads of others, and have them wait.
+            thread = ThreadPoolExecutor(1)
+            await asyncio.get_running_loop().run_in_executor(thread, add_credit, group, credit, tokenizer, item, taught)
     except TimeoutError:
         raise RefusedGroup(Reason.NO_GROUP, f"environment.credit.values: no values within {_SECONDS:g} s") from None
 
