@@ -134,6 +134,34 @@ async def test_adapted_cancelled_task_is_a_failure(api, make):
     assert counts["groups_sent"] == 1 and not env.running_items
 
 
+async def test_adapted_item_that_exits_is_a_failure(api, make):
+    """The process goes on, whether a group exits or one trajectory of it, whose siblings end with it."""
+    running = set()
+
+    class Exits(NumberEnv):
+        async def collect_trajectory(self, item):
+            running.add(asyncio.current_task())
+            try:
+                await asyncio.sleep(0.01 if len(running) == 1 else 60)
+                raise SystemExit
+            finally:
+                running.remove(asyncio.current_task())
+
+        async def collect_trajectories(self, item):
+            if item["number"] == 1:
+                raise SystemExit
+            return await super().collect_trajectories(item)
+
+    class Each(Exits):
+        collect_trajectories = BaseEnv.collect_trajectories
+
+    for environment in (Exits, Each):
+        env = await registered(make(api, environment=environment))
+        assert await roll_out(env, 1) is None
+        counts = env.report.counts
+        assert (counts["failed/RuntimeError"], counts["items"]) == (1, 1) and not running
+
+
 async def test_adapted_slow_worker_is_counted_and_keeps_its_item(api, make):
     env = make(api, worker_timeout=0.2)
     await env.setup()

@@ -48,6 +48,19 @@ def ended(sessions, session, ask=True, **result):
     return sessions.call("POST", f"/sessions/{session['id']}/reward", result)[1]
 
 
+def test_session_group_that_cannot_be_stored_frees_its_ticket(sessions, api, monkeypatch):
+    """As on a full disk."""
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions.server.store, "put_group", full)
+        with pytest.raises(ValueError):  # it answers with status 500, not in JSON
+            sessions.call("POST", "/groups", {"env": "tool", "size": 3})
+    assert api.get("/diagnose")["counts"]["released/no_group"] == 1 and not sessions.server._groups._groups
+
+
 def exhausted(session):
     """A program that asks once more than its limit of one turn allows."""
     client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])

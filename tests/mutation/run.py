@@ -61,7 +61,7 @@ TESTS = {
     "algorithm/metrics.py": ["test_metrics.py", "test_weight_versions.py", "test_estimators.py"],
     "adapter/restore.py": [*_SAMPLED, "test_sampling.py"],
     "adapter/completion_cache.py": _SAMPLED,
-    "adapter/token_keys.py": _SAMPLED,
+    "data/token_keys.py": _SAMPLED,
     "adapter/recorded_calls.py": _SAMPLED,
     "weight_sync/push.py": _PUSH,
     "weight_sync/manager.py": _PUSH,

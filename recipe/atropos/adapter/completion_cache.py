@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.rows import trained_spans
-from recipe.atropos.data.sampling import SamplingParams
+from recipe.atropos.data.sampling import SamplingParams, default_temperature
+from recipe.atropos.data.token_keys import key_of, keys_of
 
 TRAINING = 16_000_000  # capacity in tokens, prompts included; about 20 bytes each
 EVALUATION = 1_000_000
@@ -272,7 +272,8 @@ class CompletionCache:
     ) -> tuple[_Fit, Completion] | None:
         """Return the candidate that fits best from ``start`` on, where ``given`` begins; None if none fits.
 
-        Those of another item, as when a group is posted later, must fit whole.
+        Those of another item, as when a group is posted later, must fit whole. Of two that fit as well, as a greedy
+        baseline and a sampled reply, it is the one of the trainer's temperature.
         """
         item = ITEM.get()
         end = next((i for i in range(start, len(work)) if work[i] in self.special), len(work))
@@ -291,7 +292,8 @@ class CompletionCache:
                 same_logprobs = given is not None and list(given[: fit.kept]) == kept_logprobs
                 # A completion that later prompts contain must be found in what is posted. Use each of the others once.
                 first = -order if own and item is not None else order
-                rank = (whole, size, preferred, same_tokens, same_logprobs, text in completion.texts)
+                trained = completion.sampling is not None and completion.sampling.temperature == default_temperature()
+                rank = (whole, size, preferred, same_tokens, same_logprobs, trained, text in completion.texts)
                 found.append((fit._replace(rank=(*rank, completion.continued, -completion.posted, first)), completion))
             if found:
                 return max(found, key=lambda one: one[0].rank)

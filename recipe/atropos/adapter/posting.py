@@ -34,7 +34,6 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,6 +51,7 @@ from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.run.reporting import PLACE, EnvReport, Place
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.tasks import guarded
 
 logger = logging.getLogger(__name__)
 
@@ -385,10 +385,10 @@ class PostingEnv(BaseEnv):
             async for attempt in retrying:
                 with attempt:
                     stage, backlog = "collect_trajectories", ()
-                    groups, backlog = await _not_cancelled(self.collect_trajectories(item))
+                    groups, backlog = await guarded(self.collect_trajectories(item))
                     if groups:
                         stage = "postprocess_histories"
-                        groups = await _not_cancelled(self.postprocess_histories(groups))
+                        groups = await guarded(self.postprocess_histories(groups))
         except Exception as error:
             groups = None
             self._count_failure(stage, error)
@@ -448,13 +448,3 @@ class PostingEnv(BaseEnv):
         for group in groups:
             group["env_id"] = self.env_id
         await api.post_groups(groups, ticket)
-
-
-async def _not_cancelled(work: Awaitable[Any]) -> Any:
-    """Await ``work``; if a task that it awaits was canceled, rather than the current task, raise RuntimeError."""
-    try:
-        return await work
-    except asyncio.CancelledError as error:
-        if asyncio.current_task().cancelling():
-            raise
-        raise RuntimeError("it waited for a task of its own that was canceled") from error

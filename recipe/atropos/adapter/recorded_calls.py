@@ -35,9 +35,9 @@ from openai.types.completion import Completion as TextCompletion
 from tenacity import RetryError
 
 from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache
-from recipe.atropos.adapter.token_keys import key_of, keys_of
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
+from recipe.atropos.data.token_keys import key_of, keys_of
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
 from recipe.atropos.utils.secret import API_KEY_VARIABLE

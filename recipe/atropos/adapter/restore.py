@@ -24,7 +24,6 @@ These names, and ``retokenized``, are counts of spans in ``env.report``.
 - ``sampling_params``: the distinct parameters that they were sampled with (``recipe.atropos.data.sampling``).
 """
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +38,7 @@ from recipe.atropos.adapter.completion_cache import Completion, CompletionCache
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.run.reporting import EnvReport
+from recipe.atropos.utils.tasks import together
 
 _OTHER = 1e-3  # from this difference on, a logprob counts as different from the reply's
 _NOT_SAMPLED = 1.0  # the logprob that atroposlib writes where there is none
@@ -211,13 +211,14 @@ async def collect_each(
 ) -> tuple[ScoredDataGroup | None, list]:
     """Replace BaseEnv's ``collect_trajectories``: keep every field, and retry trajectories that are None.
 
-    If the group stays incomplete, refuse it and return None. Raises ValueError if a trajectory is no dict.
+    Where one fails, the others end. If the group stays incomplete, refuse it and return None. Raises ValueError if a
+    trajectory is no dict.
     """
     found: list[dict] = []
     backlog: list[Any] = []
     for _ in range(_ROUNDS):
         missing = group_size - len(found)
-        for trajectory, more in await asyncio.gather(*(collect(item) for _ in range(missing))):
+        for trajectory, more in await together(collect(item) for _ in range(missing)):
             backlog.extend(more)
             if isinstance(trajectory, dict):
                 found.append(trajectory)

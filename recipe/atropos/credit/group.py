@@ -22,6 +22,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import IGNORED, trained_spans
 from recipe.atropos.data.scored_group import trajectory_numbers
+from recipe.atropos.data.token_keys import keys_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
 
@@ -223,13 +225,14 @@ def add_credit(
     for i in set(range(len(found))) - {*parents.tolist()}:
         outcomes[i] = group["scores"][found[i].sequence]
     named, tokens = _overrides(group).get("turn_states"), group["tokens"]
-    states = [str(named[s][turn]) if named else tuple(tokens[s][:start]) for s, turn, start, _ in found]
+    keys = [] if named else [keys_of(row) for row in tokens]
+    states = [str(named[s][turn]) if named else int(keys[s][start]) for s, turn, start, _ in found]
     values = _values(group, found, outcomes, credit, tokenizer, item)
     if values is None and credit.method in ("vineppo", "mt_grpo") and (parents >= 0).any():
         raise RefusedGroup(Reason.MALFORMED, f"{credit.method}: give values, or turn_values in group_overrides")
     decisions = Decisions(parents, outcomes, values, states)
-    keys = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
-    given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **keys)
+    options = credit.model_dump(include={"gamma", "lam", "mix", "shrink", "method", "weight"})
+    given = credit.mix * outcome_advantages(decisions) if credit.teacher else advantages(decisions, **options)
     rows = [np.zeros(len(tokens)) for tokens in group["tokens"]]
     for one, value in zip(found, given, strict=True):
         rows[one.sequence][one.start : one.end] = value
@@ -250,12 +253,14 @@ async def give_credit(
     item: Any,
     taught: Sequence[Sequence[float]] | None = None,
 ) -> None:
-    """Call ``add_credit`` in a thread, as a function of ``credit.values`` may take long. Raises as that; RefusedGroup,
-    too, if it does not return in time.
+    """Call ``add_credit`` in a thread of its own, as a function of ``credit.values`` may take long. Raises as that;
+    RefusedGroup, too, if it does not return in time.
     """
     try:
         async with asyncio.timeout(_SECONDS):
-            await asyncio.to_thread(add_credit, group, credit, tokenizer, item, taught)
+            # Its own: those that never return would use up the threads of others, and have them wait.
+            thread = ThreadPoolExecutor(1)
+            await asyncio.get_running_loop().run_in_executor(thread, add_credit, group, credit, tokenizer, item, taught)
     except TimeoutError:
         raise RefusedGroup(Reason.NO_GROUP, f"environment.credit.values: no values within {_SECONDS:g} s") from None
 

@@ -90,20 +90,20 @@ def centered(group: Decisions, found: np.ndarray) -> np.ndarray:
     the same state, else the nearest relatives, under the closest ancestor that has any. What nothing can be compared
     with keeps its return.
     """
-    lineages = _lineages(group)
+    depths, forks = _lineages(group)
     keys: list[list[Hashable]] = []  # of the decisions to compare each with, from those in the same state to all
-    for i, lineage in enumerate(lineages):  # the beginnings are in one state
-        state = lineage[0] if group.states is None or lineage[0] < 0 else (group.states[i],)
-        keys.append([(len(lineage), state), *((len(lineage), ancestor) for ancestor in lineage)])
+    for i, (parent, depth) in enumerate(zip(group.parents.tolist(), depths, strict=True)):
+        state = parent if group.states is None or parent < 0 else (group.states[i],)  # the beginnings are in one state
+        keys.append([(depth, state), *((depth, fork) for fork in forks[i])])
     sums: defaultdict[Hashable, float] = defaultdict(float)
     counts: defaultdict[Hashable, int] = defaultdict(int)
     for own, value in zip(keys, found, strict=True):
         for key in dict.fromkeys(own):
             sums[key] += value
             counts[key] += 1
-    deepest = max(map(len, lineages))
+    deepest = max(depths)
     for i in np.flatnonzero(group.ends):
-        for key in itertools.product(range(len(lineages[i]) + 1, deepest + 1), lineages[i]):
+        for key in itertools.product(range(depths[i] + 1, deepest + 1), forks[i]):
             sums[key] += found[i] if group.values is None else 0.0
             counts[key] += 1
     others = np.zeros(len(found))
@@ -117,12 +117,22 @@ def centered(group: Decisions, found: np.ndarray) -> np.ndarray:
     return found - others
 
 
-def _lineages(group: Decisions) -> list[list[int]]:
-    """Return of each decision the index of its parent, of the one before that, and so on, up to -1."""
-    lineages: list[list[int]] = []
-    for parent in group.parents.tolist():
-        lineages.append([parent] + (lineages[parent] if parent >= 0 else []))
-    return lineages
+def _lineages(group: Decisions) -> tuple[list[int], list[list[int]]]:
+    """Return the depth of each decision, and the indices of those before it that branch, the closest first, up to -1:
+    below the others there is nothing that is not below the next of these.
+    """
+    depths: list[int] = []
+    forks: list[list[int]] = []
+    for parent, alone in zip(group.parents.tolist(), _siblings(group) == 1, strict=True):
+        above = forks[parent] if parent >= 0 else []
+        forks.append(above if alone and parent >= 0 else [parent, *above])
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return depths, forks
+
+
+def _siblings(group: Decisions) -> np.ndarray:
+    """Return how many decisions follow the same one as each, itself included, (D,)."""
+    return np.bincount(group.parents + 1)[group.parents + 1]
 
 
 def _members(keys: Sequence[Hashable]) -> Iterable[list[int]]:
@@ -138,11 +148,10 @@ def weights(group: Decisions) -> np.ndarray:
 
     With it the decisions of branches count as often as the policy comes to them, as those of chains do.
     """
-    branches = np.bincount(group.parents + 1, minlength=len(group.parents) + 1)
-    found = np.ones(len(group.parents))
+    branches, found = _siblings(group), np.ones(len(group.parents))
     for i, parent in enumerate(group.parents):
         if parent >= 0:
-            found[i] = found[parent] / branches[parent + 1]
+            found[i] = found[parent] / branches[i]
     return found
 
 
@@ -152,10 +161,9 @@ def scaled(group: Decisions, advantages: np.ndarray) -> np.ndarray:
 
     So they are GRPO's, which divides by a deviation with N - 1, where each decision has its episode's.
     """
-    squares, depths = np.zeros((2, len(advantages)))  # sums along the way to each decision
+    squares, (depths, _) = np.zeros(len(advantages)), _lineages(group)  # sums along the way to each decision
     for i, parent in enumerate(group.parents):
         squares[i] = advantages[i] ** 2 + (squares[parent] if parent >= 0 else 0.0)
-        depths[i] = 1 + (depths[parent] if parent >= 0 else 0.0)
     episodes = group.ends.sum()
     root = np.sqrt((squares / depths)[group.ends].mean())
     factor = np.sqrt((episodes - 1) / episodes)
@@ -200,7 +208,7 @@ def vineppo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
 def mt_grpo(group: Decisions, gamma: float, weight: float) -> np.ndarray:
     """Return MT-GRPO's advantages (arXiv 2505.11821, as in its authors' code), (D,): GRPO's, and ``weight`` times the
     turn's own reward, which ``values`` has here, None for 0, normalized over the group's turns of its number."""
-    turns = [*map(len, _lineages(group))]
+    turns, _ = _lineages(group)
     rewards = np.zeros(len(turns)) if group.values is None else group.values
     return outcome_advantages(group) + weight * _normalized(rewards, turns)
 

@@ -27,7 +27,6 @@ import json
 import math
 import re
 import struct
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -431,8 +430,8 @@ def trajectory_numbers(group_overrides: Mapping[str, Any], sequences: int) -> li
 
 def _require_finite_scores(scores: Sequence[Any]) -> None:
     for i, score in enumerate(scores):
-        if not isinstance(score, Real) or not abs(score) <= sys.float_info.max:
-            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {score!r:.80}; it must be a finite number")
+        if not isinstance(score, Real) or not abs(score) <= FLOAT32_MAX:
+            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {score!r:.80}; it must be a finite float32")
 
 
 # ---------------------------------------------------------------------- records

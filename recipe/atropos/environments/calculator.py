@@ -36,10 +36,10 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.environments.calculator_tool import CALL, CLOSE, OPEN, answer, calculated
 from recipe.atropos.environments.gsm8k import GSM8kEnv, GSM8kEnvConfig, is_correct
-from recipe.atropos.environments.items import together
 from recipe.atropos.environments.single_turn import Conversation, Messages, message
 from recipe.atropos.environments.word_problems import WordProblem, gold_answer, progress
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils.tasks import together
 
 SYSTEM_PROMPT = (
     f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "

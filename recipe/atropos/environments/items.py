@@ -19,7 +19,7 @@ import logging
 import random
 import time
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,6 +31,7 @@ from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.utils.files import write_atomic
+from recipe.atropos.utils.tasks import together
 
 logger = logging.getLogger(__name__)
 
@@ -268,13 +269,6 @@ class ItemsEnv(BaseEnv):
             wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(self.percent_correct_buffer)
         self.percent_correct_buffer, self.eval_metrics = [], []
         await super().wandb_log(wandb_metrics)
-
-
-async def together(pieces: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results of coroutines that run at once; where one fails, the others end."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(piece) for piece in pieces]
-    return [task.result() for task in tasks]
 
 
 def levels(config: ItemsEnvConfig, train: Iterable[Item]) -> list[float]:

@@ -6,7 +6,8 @@ and sends the sessions' rows, which hold exactly the sampled tokens, with the re
 - ``command``: a program in a folder of its own, with the item as JSON in ``$ATROPOS_ITEM``; the address and the
   session's key are in ``$OPENAI_BASE_URL`` and ``$OPENAI_API_KEY``, and in the same of ``$ANTHROPIC_``. The reward is
   the last line that it prints that holds one, a number or a mapping with ``reward`` (and ``metrics`` and
-  ``turn_values``, if it likes) as JSON, or what ``score`` returns, ``MODULE:function(item, output)``, in a thread.
+  ``turn_values``, if it likes) as JSON, or what ``score`` returns, ``MODULE:function(item, output)``, in a thread. Of
+  what it prints the last 4 MB are read.
 - ``agent``: ``MODULE:function``, an async ``agent(item, base_url, api_key)`` that returns the reward; OpenAI's clients
   want ``base_url`` with ``/v1``.
 
@@ -24,6 +25,7 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import io
 import json
 import logging
 import math
@@ -47,7 +49,7 @@ from pydantic import Field
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
-from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig, together
+from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.sessions.client import SESSIONS_VARIABLE, Opened, SessionClient, scored_group
 from recipe.atropos.sessions.counts import count_session
@@ -55,12 +57,14 @@ from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.tasks import together
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 2  # of a session
 _POLL = 0.05  # s between two looks at a program
 _ITEM_BYTES = 100_000  # Linux limits an environment variable to 128 KiB
+_OUTPUT_BYTES = 4_000_000  # that are read of what a program prints: the last
 _HELD_OUT = 0.2  # of the items, if no others are given
 _SHARE = 0.9  # of an item's time; the rest is for what follows
 
@@ -232,7 +236,7 @@ class ProgramEnv(SessionsEnv):
         command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
         python = any(os.path.basename(word).startswith("python") for word in command)
         found = [  # what follows its -m is a module, also beside a folder of that name
-            os.path.abspath(word) if os.path.exists(word) and not (python and before == "-m") else word
+            os.path.abspath(word) if _is_path(word) and not (python and before == "-m") else word
             for before, word in zip(["", *command], command, strict=False)
         ]
         command = found if "/" in command[0] else [command[0], *found[1:]]  # as a shell looks for a program
@@ -255,22 +259,22 @@ class ProgramEnv(SessionsEnv):
                 service = await asyncio.shield(started)
                 while (status := service.poll()) is None:
                     await asyncio.sleep(_POLL)
-                output, errors = (path.read_text(errors="replace") for path in (printed, log))
+                output, errors = await asyncio.to_thread(lambda: [_last_part(path) for path in (printed, log)])
             finally:
                 await asyncio.shield(asyncio.to_thread((await started).stop, 1.0))
         finally:
             with contextlib.suppress(OSError):  # of another user's files, as of a container
                 scratch.cleanup()
+        if status != 0:
+            logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
+            raise SessionFailed("exit_status")
         if self.config.score is not None:
             # In a thread of its own: those that never return would use up the ones that start and end programs.
             scored = await asyncio.get_running_loop().run_in_executor(
                 ThreadPoolExecutor(1), named_function(self.config.score, "--env.score"), item, output
             )
             return await scored if inspect.isawaitable(scored) else scored
-        if status != 0:
-            logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
-            raise SessionFailed("exit_status")
-        return next(filter(_holds_reward, reversed(output.split("\n"))), None)
+        return await asyncio.to_thread(lambda: next(filter(_holds_reward, reversed(output.split("\n"))), None))
 
 
 def parted(
@@ -314,6 +318,16 @@ def read_reward(result: Any) -> dict[str, Any]:
     return {"reward": float(fields["reward"]), "metrics": metrics, "turn_values": fields.get("turn_values")}
 
 
+def _is_path(word: str) -> bool:
+    return os.path.isfile(word) or ("/" in word and os.path.exists(word))  # a folder's name may be any word
+
+
+def _last_part(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _OUTPUT_BYTES))
+        return io.TextIOWrapper(file, errors="replace").read()
+
+
 def _is_finite(value: Any) -> bool:
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)  # NumPy's are Real too
@@ -323,7 +337,7 @@ def _is_finite(value: Any) -> bool:
 
 def _holds_reward(line: str) -> bool:
     try:
-        found = json.loads(line)
+        found = json.loads(line) if line.lstrip()[:1] in "{-0123456789NI" else None  # many lines are no JSON
     except (ValueError, RecursionError):
         return False
     return "reward" in found if isinstance(found, dict) else isinstance(found, float) or type(found) is int

@@ -19,6 +19,7 @@ import yaml
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.environments.plain_answers import read_answers_plainly
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ def dataset(task: str, settings: str, size: int, seed: int) -> Problems:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
+    read_answers_plainly()
     if task not in DATASETS:
         raise ValueError(f"--env.task={task}: reasoning-gym has no such task; it has {', '.join(sorted(DATASETS))}")
     try:

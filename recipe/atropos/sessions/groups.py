@@ -105,10 +105,14 @@ class Groups:
             status = await self._api.diagnose()
             raise RequestError(f"no ticket within {_TICKET_SECONDS:g} s: {status['why']}; ask again", 503)
         group = SessionGroup(secrets.token_hex(12), request, env_id, ticket, [], [])
-        sessions = [self._begin(group, seq) for seq in range(request.size)]
-        group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
+        try:
+            sessions = [self._begin(group, seq) for seq in range(request.size)]
+            group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
+            self._save(group)
+        except Exception as error:  # as on a full disk
+            await self._api.release(ticket, Reason.NO_GROUP, str(error))
+            raise
         self._groups[group.id] = group
-        self._save(group)
         return sessions
 
     def _begin(self, group: SessionGroup, seq: int) -> Session:

@@ -22,6 +22,7 @@ import logging
 import os
 import secrets
 import time
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -66,8 +67,8 @@ def session_key(identifier: str, key: str) -> str:
 
 class Ended(Strict):
     """The body of ``POST /sessions/ID/reward``. Without a reward the session failed, as ``end`` says. ``turn_values``:
-    what was reached after each of its turns, in the order in which they were answered. ``finished`` false: the session
-    goes on, and has this reward if it is given no other.
+    what was reached after each of its turns, in the order in which they were answered; those whose answers nobody read
+    may be left out. ``finished`` false: the session goes on, and has this reward if it is given no other.
     """
 
     reward: float | None = None
@@ -209,12 +210,17 @@ class SessionServer:
         ended = _decoded(await request.read(), Ended)
         session = self._loaded(request.match_info["id"])
         values, turns = ended.turn_values, len(session.tree.turns)
+        read = sorted(one.number for known in session.exchanges.values() for one in known if one.delivered)
+        if values and len(values) == len(read):
+            # Of a reply that nobody read, what the one before had reached; before the first, what that has.
+            values = [values[max(0, bisect_right(read, number) - 1)] for number in range(turns)]
         if values is not None and len(values) != turns:
             raise RequestError(f"turn_values has {len(values)} values; give {turns}, one for each turn of the session")
         if not ended.finished and (ended.reward is None or (values, ended.end) != (None, None)):
             raise RequestError("finished is false: give a reward, without turn_values and end")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        session.finish(**msgspec.structs.asdict(ended) | {"end": end if ended.finished else None})
+        given = {**msgspec.structs.asdict(ended), "turn_values": values}
+        session.finish(**given | {"end": end if ended.finished else None})
         if ended.finished:
             session.cancel()
         session.settle(self._reports)

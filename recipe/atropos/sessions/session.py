@@ -223,10 +223,10 @@ class Session:
 
     def finish(self, end: str | None, **result: Any) -> None:
         """End the session, if it has not ended; ``result``: what its program says, which goes on if ``end``
-        is None. What is None in it leaves what the program said before.
+        is None. What is empty in it leaves what the program said before.
         """
         state, fields = self.state, {"finished": result.get("finished", False) or self.state.finished}
-        given = {name: value for name, value in result.items() if value is not None}
+        given = {name: value for name, value in result.items() if value not in (None, {})}
         if end is None and not state.finished:
             fields = given
         elif state.end is None or (end == "reward" and (state.reward is None or not state.finished)):

@@ -10,7 +10,8 @@ import pytest
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, restored, sampled, trained, with_bos
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item, Piece
-from recipe.atropos.adapter.token_keys import key_of, keys_of
+from recipe.atropos.data.sampling import SamplingParams
+from recipe.atropos.data.token_keys import key_of, keys_of
 
 
 def test_cache_tells_a_reply_from_a_longer_one(cache, tokenizer):
@@ -236,6 +237,18 @@ def test_sampled_replies_are_preferred_for_the_tokens_kept(cache, tokenizer):
     for other in (prompt, [*ended, END]):
         assert cache.restore_sampled(ids_of(tokenizer, "Q:ab"), {key_of(open_turn), key_of(other)}) == open_turn
         assert cache.restore_sampled(ids_of(tokenizer, "Q:ab"), {key_of(ended), key_of(other)}) == ended
+
+
+@pytest.mark.parametrize("trained_first", [False, True])
+def test_sampled_replies_are_preferred_to_a_greedy_baseline(cache, tokenizer, prompt, trained_first):
+    """Of the same prompt and tokens; what is posted has no logprobs."""
+    reply = ids_of(tokenizer, "a", END)
+    for temperature in (1.0, 0.0) if trained_first else (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature)
+        cache.add(np.array(prompt, np.int32), reply, [-0.5 - temperature] * 2, sampling=sampling)
+    posted = chat(tokenizer, "go", "a", add_generation_prompt=False)
+    [found] = [piece.completion for piece in cache.trace(posted) if piece.completion]
+    assert found.sampling == SamplingParams(temperature=1.0)
 
 
 def test_sampled_replies_of_another_item_must_fit_whole(cache, tokenizer, prompt):

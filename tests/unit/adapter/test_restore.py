@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-import time
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from helpers.sampled import END, I, Scripted, chat, make, sampled
 from recipe.atropos.adapter.adapted_env import adapt
 from recipe.atropos.adapter.restore import group_of, restore_group
 from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.credit.group import CreditError
+from recipe.atropos.credit.group import Credit, CreditError, give_credit
 from recipe.atropos.inference.client import InferenceError
 
 
@@ -84,9 +85,36 @@ def test_branches_need_credit_or_advantages_of_their_own(drifting_model):
         posted(env, group)
 
 
+RELEASED = threading.Event()
+
+
 def hangs(item, text):
-    time.sleep(1.0)
+    if item != "good":
+        RELEASED.wait(60)
     return 0.0
+
+
+def test_values_that_hang_keep_no_others_waiting(monkeypatch, tokenizer):
+    """Neither the values of other groups, nor what else takes a thread."""
+    monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 5.0)
+    credit = Credit(method="mt_grpo", values=f"{__name__}:hangs")
+
+    def given(item):
+        rows = [[1, 2, 3, 4]] * 2
+        group = {"tokens": rows, "masks": [[I, 2, I, 4]] * 2, "scores": [0.0, 1.0]}
+        return give_credit(group, credit, tokenizer, item)
+
+    async def credited():
+        RELEASED.clear()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        hanging = [asyncio.create_task(given("bad")) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await given("good")
+        assert await asyncio.wait_for(asyncio.to_thread(int, 7), 3) == 7 and not any(each.done() for each in hanging)
+        RELEASED.set()
+        await asyncio.gather(*hanging)
+
+    asyncio.run(credited())
 
 
 def test_values_that_hang_cost_their_group_and_are_named(drifting_model, monkeypatch, caplog):
@@ -98,6 +126,7 @@ def test_values_that_hang_cost_their_group_and_are_named(drifting_model, monkeyp
     assert posted(env, env.group([{"tokens": ids, "masks": [I] * len(prompt) + ids[len(prompt) :]}] * 4)) is None
     assert env.report.counts["not_sent/no_group"] == 1
     assert "environment.credit.values: no values within 0.1 s" in caplog.text
+    RELEASED.set()
 
 
 def test_restored_groups_have_a_value_for_each_token(cache, tokenizer, prompt):

@@ -66,3 +66,14 @@ def test_patch_of_load_dataset_is_needed():
         pytest.skip("ATROPOS_DIR names no checkout of Atropos")
     file = Path(os.environ["ATROPOS_DIR"], "environments/gsm8k_server.py")
     assert 'load_dataset("gsm8k", "main"' in file.read_text()
+
+
+@pytest.mark.parametrize("task", ["spiral_matrix", "puzzle24"])
+def test_patch_of_reasoning_gyms_scorers_is_needed(task):
+    """They run the policy's text: by ``eval``, and by sympy's ``parse_expr``."""
+    code = f"""
+import reasoning_gym
+task = reasoning_gym.create_dataset({task!r}, size=1, seed=0)
+task.score_answer("[print('run')]", task[0])
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "run\n"

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -40,6 +41,22 @@ def tokenizer(model_path):
 @pytest.fixture
 def group():
     return random_group(np.random.default_rng(0), V, turns=3, size=4) | {"scores": [1.0, 0.0, 0.0, 1.0]}
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_credit_of_many_turns_takes_little_memory(values):
+    """As many as its tokens, for each of its turns nothing of those before."""
+    tokens = [[-100, turn] * 10 for turn in range(100)]
+    rows = [sum(tokens[:length], []) for length in [50, 100] * 4]
+    group = {"tokens": [[abs(token) for token in row] for row in rows], "masks": rows, "scores": [0.0, 1.0] * 4}
+    if values:
+        turns = [len(list(trained_spans(row))) for row in rows]
+        group["group_overrides"] = {"turn_values": [[0.5] * count for count in turns]}
+    tracemalloc.start()
+    add_credit(group, Credit())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12e6 and len(group["advantages"][1]) == 2000
 
 
 def test_credit_of_turn_values_by_hand(group):

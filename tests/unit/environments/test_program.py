@@ -146,6 +146,28 @@ def test_program_score_holds_up_nothing(tmp_path, monkeypatch):
     assert found["failed/seconds"] == 4
 
 
+def scores_the_worst(item, output):
+    return 0.0
+
+
+@pytest.mark.parametrize(("turns", "cause"), [(1, "exit_status"), (2, "turns")])
+def test_program_that_crashes_is_not_scored(tmp_path, monkeypatch, turns, cause):
+    """Nor after it has reached a limit, which is then the cause."""
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, sys\nfrom urllib.request import Request, urlopen\n"
+        "said = json.dumps({'messages': [{'role': 'user', 'content': 'sum'}]}).encode()\n"
+        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "for _ in range(int(sys.argv[1])):\n"
+        "    urlopen(Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', said, key)).read()\n"
+        "sys.exit(1)"
+    )
+    command = f"{sys.executable} {script} {turns}"
+    score = f"{__name__}:scores_the_worst"
+    found = counted(tmp_path, monkeypatch, {}, ["19"] * 4, command=command, score=score, max_turns=1)
+    assert found[f"failed/{cause}"] == found["ended"] == 4 and found["left_out"] == 2
+
+
 BEGUN, RELEASED = threading.Event(), threading.Event()
 
 
@@ -225,6 +247,18 @@ def test_program_reward_is_the_last_line_that_holds_one(tmp_path, output):
     assert printed(f"{sys.executable} {script}") == 0.5
 
 
+def scores_what_is_read(item, output):
+    return {"reward": len(output), "metrics": {"ends": output.endswith("still\n1\n")}}
+
+
+def test_program_output_is_read_in_its_last_part():
+    """It may be as long as its program likes; lines end as a terminal's do."""
+    command = "sh -c 'yes still | head -c 9000000; printf \"1\\r\\n\"'"
+    assert printed(command) == 1
+    found = asyncio.run(executed(1, command=command, score=f"{__name__}:scores_what_is_read"))
+    assert found == {"reward": 4_000_000 - 1, "metrics": {"ends": True}}
+
+
 def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     """Where a file or a folder has its name; the paths after it are of the folder where it is started."""
     monkeypatch.chdir(tmp_path)
@@ -233,6 +267,8 @@ def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     assert printed("env sh agent.sh") == 0.5
     (tmp_path / "agent.sh").chmod(0o700)
     assert printed("./agent.sh") == 0.5
+    (tmp_path / "data").mkdir()  # an argument may be the name of a folder, whose path has a slash
+    assert printed("sh -c 'test $0 = data && test $1 = $2/data && echo 0.5' data ./data " + str(tmp_path)) == 0.5
     (tmp_path / "agent").mkdir()  # and a module with -m
     (tmp_path / "agent" / "__main__.py").write_text("print(0.5)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

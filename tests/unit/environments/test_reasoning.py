@@ -1,13 +1,16 @@
 """The environment over reasoning-gym, and the policy that is taught its sums."""
 
+import contextlib
 import random
 import sys
 from types import SimpleNamespace
 
 import pytest
+import sympy
 
 from helpers.items import asked
 from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
+from recipe.atropos.environments.plain_answers import parse_plain
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
 from recipe.atropos.launcher.environment_processes import environment_variables
 from recipe.atropos.utils.machine import run_program
@@ -103,6 +106,63 @@ def test_a_task_or_setting_that_is_not_there_is_refused_by_name(task, settings, 
     with pytest.raises(ValueError) as refusal:
         dataset(task, settings, 1, 0)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "task",
+    "countdown puzzle24 polynomial_multiplication simple_integration intermediate_integration string_insertion "
+    "spiral_matrix binary_matrix n_queens".split(),
+)
+def test_reasoning_reads_answers_and_runs_none(task, tmp_path):
+    """Each task's own answer keeps its full score."""
+    train, mark = dataset(task, "{}", 12, 0), tmp_path / "written"
+    for problem in [train[i] for i in range(12)]:
+        assert score(train, f"<answer>{problem['answer']}</answer>", problem) == 1
+    for answer in (f"[open('{mark}', 'w').write('x')]", "9**9**9", "exit()", "factorial(10**9)", "x.y"):
+        assert score(train, f"<answer>{answer}</answer>", train[0]) < 0.1
+    assert not mark.exists()
+
+
+def test_reasoning_reads_a_list_where_a_task_takes_one():
+    train = dataset("spiral_matrix", "{}", 1, 0)
+    as_list = [int(number) for number in train[0]["answer"].split()]
+    assert score(train, f"<answer>{as_list}</answer>", train[0]) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("answer", "read"),
+    [
+        ("X**2 / 2 - 3*Integral(sin(X), X) + C", True),
+        ("0.5*X**(3/2) + X**-1 + log(Abs(cos(2*X)))", True),
+        ("X**X", False),
+        ("X**65", False),
+        ("(X**9)**9", False),
+        ("X**(1/65)", False),
+        ("10**65", False),
+        ("1" * 65, False),
+        ("1e400", False),
+        ("1" + "+1" * 1000, False),
+        ("X*Integral(sin(X), X)", False),
+        ("sin(exp(9))", False),
+        ("'X'", False),
+        ("5!", False),
+        ("[X]", False),
+        ("sin", True),
+        ("sin()", False),
+        ("sin(X, evaluate=False)", False),
+        ("gamma(X)", False),
+        ("X.diff(X)", False),
+    ],
+)
+def test_reasoning_reads_plain_expressions_alone(answer, read):
+    """What is cheap to work out, as far as that can be seen."""
+    with contextlib.nullcontext() if read else pytest.raises((ValueError, SyntaxError, OverflowError)):
+        parse_plain(answer, {"X": sympy.Symbol("X"), "C": sympy.Symbol("C")})
+
+
+def test_reasoning_reads_functions_where_names_are_given():
+    with pytest.raises(ValueError, match="has a Call"):
+        parse_plain("exp(2)")
 
 
 def test_reasoning_policy_is_taught_sums_that_stop_early():

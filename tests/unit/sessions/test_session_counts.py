@@ -183,13 +183,14 @@ def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path):
         whole, late = sessions.open(env="a"), sessions.open(env="a", limits={"seconds": 1.0})
         for opened in (whole, late):
             sessions.ask(opened)
-            assert ended(sessions, opened, reward=0.25, finished=False)["end"] is None
+            assert ended(sessions, opened, reward=0.25, metrics={"tests": 3.0}, finished=False)["end"] is None
         assert sessions.ask(whole, messages=[{"role": "user", "content": "more"}])[0] == 200
         for wrong in ({"end": "crashed"}, {"reward": 1.0, "turn_values": [1.0, 1.0]}, {}):
             status, answer = sessions.call("POST", f"/sessions/{whole['id']}/reward", wrong | {"finished": False})
             assert status == 400 and "finished" in answer["error"]["message"]
         answer = ended(sessions, whole, reward=1.0)
         assert (answer["end"], answer["reward"], answer["turns"]) == ("reward", 1.0, 2)
+        assert answer["metrics"] == {"tests": 3.0}, "until it gives others"
         assert ended(sessions, whole, reward=0.5, finished=False)["reward"] == 1.0
         assert sessions.ask(whole)[0] == 403
         limited = sessions.open(env="a", limits={"turns": 1})

@@ -9,6 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
+from helpers.waiting import until
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import Credit, add_credit
@@ -145,6 +146,26 @@ def test_session_turn_values_have_one_for_each_turn(sessions):
     assert sessions.state(opened)["end"] is None
     assert sessions.call("POST", path, {"reward": 1.0, "turn_values": [0.5]})[0] == 200
     assert sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["turn_values"] == [[0.5]]
+
+
+@pytest.mark.parametrize(("lost", "given", "expected"), [(1, [0.1, 0.3], [0.1, 0.1, 0.3]), (0, [0.2], [0.2, 0.2])])
+def test_session_turn_values_are_of_replies_that_were_read(sessions, lost, given, expected):
+    """Its program does not know of one that was recorded after it had left: that has its neighbor's, or its own."""
+    for values in (given, expected):
+        opened = sessions.open()
+        for number in range(len(expected)):
+            asked = {"messages": [{"role": "user", "content": f"sum {number}"}]}
+            if number != lost:
+                assert sessions.ask(opened, **asked)[0] == 200
+                continue
+            sessions.policy.delay = 0.3
+            connection = sessions.begin(opened, **asked)
+            until(lambda opened=opened, number=number: len(sessions.session(opened).exchanges) > number)
+            connection.close()
+            until(lambda opened=opened, number=number: len(sessions.session(opened).tree.turns) > number)
+            sessions.policy.delay = 0.0
+        answer = sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0, "turn_values": values})
+        assert answer[0] == 200 and answer[1]["turn_values"] == expected
 
 
 def test_session_turns_without_a_token_between_have_one_value(sessions):

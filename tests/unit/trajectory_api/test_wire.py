@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from helpers.packed import ODD_MESSAGES
 from recipe.atropos.data.reasons import RefusedGroup
-from recipe.atropos.data.scored_group import FLOATS, KEYS, ScoredGroup, read_header, unpack
+from recipe.atropos.data.scored_group import FLOAT32_MAX, FLOATS, KEYS, ScoredGroup, read_header, unpack
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT64 = st.floats(allow_nan=False, allow_infinity=False)
+SCORES = st.floats(-FLOAT32_MAX, FLOAT32_MAX)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 JSON = st.recursive(
@@ -42,7 +43,7 @@ def groups(draw):
     group = {
         "tokens": tokens,
         "masks": masks if draw(st.booleans()) else rows(st.integers(-3, 3) | INT64),
-        "scores": draw(st.lists(FLOAT64, min_size=len(lengths), max_size=len(lengths))),
+        "scores": draw(st.lists(SCORES, min_size=len(lengths), max_size=len(lengths))),
     }
     for name in FLOATS:
         if draw(st.booleans()):

@@ -1,0 +1,26 @@
+"""Work of an environment whose failure ends nothing else."""
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import Any
+
+
+async def guarded(work: Awaitable[Any]) -> Any:
+    """Await ``work``; raise RuntimeError if it exits, which would end the event loop, or if a task that it awaits was
+    canceled, rather than the current task.
+    """
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"it ended its process: {error!r}") from error
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():
+            raise
+        raise RuntimeError("it waited for a task of its own that was canceled") from error
+
+
+async def together(pieces: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Return the results of pieces of work that run at once, each ``guarded``; where one fails, the others end."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(guarded(piece)) for piece in pieces]
+    return [task.result() for task in tasks]
