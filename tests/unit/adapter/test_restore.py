@@ -118,6 +118,7 @@ def test_values_that_hang_keep_no_others_waiting(monkeypatch, tokenizer):
 
 
 def test_values_that_hang_cost_their_group_and_are_named(drifting_model, monkeypatch, caplog):
+    RELEASED.clear()
     monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 0.1)
     env = make(Scripted, drifting_model)
     env.adapter_settings = AdapterSettings(credit=json.dumps({"method": "mt_grpo", "values": f"{__name__}:hangs"}))
