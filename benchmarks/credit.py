@@ -342,6 +342,7 @@ def plot(results: list[dict[str, Any]], tasks: list[str], path: Path) -> None:
     """
     tasks = [task for task in tasks if any(line["task"] == task for line in results if line["method"] in PROGRESS)]
     shown = [method for method in METHODS if any(line["method"] == method for line in results)]
+    styles = [{"color": f"C{number}", "linestyle": "-:"[number // 10]} for number in range(len(shown))]  # of ten colors
     figure = Figure((4 * len(tasks), 4), layout="constrained")
     for panel, task in zip(figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0], tasks, strict=True):
         panel.set(title=task, xlabel="thousand sampled tokens", ylim=(-0.03, 1))
@@ -351,10 +352,10 @@ def plot(results: list[dict[str, Any]], tasks: list[str], path: Path) -> None:
         for number, line in runs:
             end = "x" if line["to_80"] is None else ""
             thousands = [n / 1e3 for n in line["tokens"]]
-            panel.plot(thousands, line["accuracy"], color=f"C{number}", marker=end, markevery=[-1], alpha=0.8)
+            panel.plot(thousands, line["accuracy"], **styles[number], marker=end, markevery=[-1], alpha=0.8)
     figure.axes[0].set_ylabel("solved, held out")
-    colors = [Line2D([], [], color=f"C{number}", label=method) for number, method in enumerate(shown)]
-    figure.legend(handles=colors, loc="outside lower center", ncols=3, frameon=False)
+    handles = [Line2D([], [], **style, label=method) for style, method in zip(styles, shown, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path)
 
 

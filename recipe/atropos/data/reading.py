@@ -39,6 +39,7 @@ from recipe.atropos.data.rows import (
     environment_name,
 )
 from recipe.atropos.data.scored_group import (
+    FLOAT32_MAX,
     FLOATS,
     Group,
     ScoredGroup,
@@ -127,6 +128,8 @@ class _Reader:
     def __init__(self, whole: ScoredGroup, where: str, uid: str, limits: RowLimits, versions: VersionLimits | None):
         self.whole, self.where, self.uid, self.limits, self.versions = whole, where, uid, limits, versions
         vocab_size, self.said = limits.vocab_size, whole.group_overrides
+        for i in np.flatnonzero(np.abs(whole.scores) > FLOAT32_MAX):  # a store of an earlier version has such
+            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {whole.scores[i]}; it must be a finite float32")
         self.tokens = whole.cut(whole.tokens.astype(np.int64))  # (length,) each
         self.trained = whole.cut(whole.masks != IGNORED)  # (length,) bool each
         for i, ids in enumerate(self.tokens if vocab_size else ()):

@@ -236,7 +236,7 @@ class ProgramEnv(SessionsEnv):
         command = [os.path.expanduser(word) for word in shlex.split(self.config.command)]
         python = any(os.path.basename(word).startswith("python") for word in command)
         found = [  # what follows its -m is a module, also beside a folder of that name
-            os.path.abspath(word) if _is_path(word) and not (python and before == "-m") else word
+            os.path.abspath(word) if os.path.exists(word) and not (python and before == "-m") else word
             for before, word in zip(["", *command], command, strict=False)
         ]
         command = found if "/" in command[0] else [command[0], *found[1:]]  # as a shell looks for a program
@@ -316,10 +316,6 @@ def read_reward(result: Any) -> dict[str, Any]:
     given = fields["metrics"] if isinstance(fields.get("metrics"), dict) else {}
     metrics = {str(name): float(value) for name, value in given.items() if _is_finite(value)}
     return {"reward": float(fields["reward"]), "metrics": metrics, "turn_values": fields.get("turn_values")}
-
-
-def _is_path(word: str) -> bool:
-    return os.path.isfile(word) or ("/" in word and os.path.exists(word))  # a folder's name may be any word
 
 
 def _last_part(path: Path) -> str:

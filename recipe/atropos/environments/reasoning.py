@@ -19,7 +19,7 @@ import yaml
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
-from recipe.atropos.environments.plain_answers import read_answers_plainly
+from recipe.atropos.environments.plain_answers import is_plain
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,6 @@ def dataset(task: str, settings: str, size: int, seed: int) -> Problems:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    read_answers_plainly()
     if task not in DATASETS:
         raise ValueError(f"--env.task={task}: reasoning-gym has no such task; it has {', '.join(sorted(DATASETS))}")
     try:
@@ -176,13 +175,15 @@ def held_out(task: str, settings: str, size: int) -> list[Problem]:
 
 
 def score(task: Any, text: str, problem: Problem) -> float | None:
-    """Return the score of a task (a ``dataset``), in [0, 1]; 0 if nothing is between the tags.
+    """Return the score of a task (a ``dataset``); if nothing, or code, is between the tags, that of no answer.
 
     None if the task raises, as some do for an answer in an unexpected format.
     """
     from reasoning_gym.utils import extract_answer
 
     answer = extract_answer(text.rpartition("</think>")[2])
+    if answer is not None and not is_plain(answer, problem, task.score_answer):
+        answer = None
     try:
         return float(task.score_answer(answer, problem))
     except Exception:  # whatever its parser raises

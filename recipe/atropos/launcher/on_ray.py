@@ -102,7 +102,8 @@ class Host:
         rest = b""
         if self._service is not None:
             self._service.stop(grace)
-            rest = self._output()
+            with contextlib.suppress(OSError):  # a cleaner of temporary files removed it
+                rest = self._output()
             self._scratch.remove()
             self._service = None
         return rest

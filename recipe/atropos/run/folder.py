@@ -142,6 +142,8 @@ class RunDir:
             with disk_errors(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=self.path).close()  # the lock's file may be there already
+                if not self.lock_file.exists() and (holder := self.holder()) is not None and holder.lives():
+                    raise RunDirError(f"run.dir={self.path} is in use by {holder}, of an earlier version: end it first")
                 descriptor = open_lock(self.lock_file)
         except DiskFull:
             raise
@@ -161,8 +163,7 @@ class RunDir:
         """
         try:
             found = Holder.parse(self.holder_file.read_bytes())
-            locked = self.lock_file if self.lock_file.exists() else self.holder_file  # an earlier version's
-            return None if found and found.is_here and found.inode != locked.stat().st_ino else found
+            return None if found and found.is_here and found.inode != self._locked().st_ino else found
         except FileNotFoundError:
             return None
 
@@ -181,9 +182,13 @@ class RunDir:
         """
         lock = os.fstat(descriptor)
         try:
-            return os.path.samestat(lock, self.lock_file.stat())
+            return os.path.samestat(lock, self._locked())
         except (FileNotFoundError, NotADirectoryError):
             return False
+
+    def _locked(self) -> os.stat_result:
+        """Return the status of the file that is locked, which is ``holder_file`` in a run of an earlier version."""
+        return (self.lock_file if self.lock_file.exists() else self.holder_file).stat()
 
     def _acquire(self, descriptor: int, say: Callable[[str], object]) -> None:
         deadline, logged = time.monotonic() + _LOCK_SECONDS, False

@@ -26,6 +26,7 @@ import msgspec
 from recipe.atropos.credit.group import Credit, give_credit
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
+from recipe.atropos.errors import secondary_errors
 from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.messages import Count, RequestError
@@ -110,7 +111,8 @@ class Groups:
             group.sessions, group.tries = [session.state.id for session in sessions], [1] * request.size
             self._save(group)
         except Exception as error:  # as on a full disk
-            await self._api.release(ticket, Reason.NO_GROUP, str(error))
+            with secondary_errors():
+                await self._api.release(ticket, Reason.NO_GROUP, str(error))
             raise
         self._groups[group.id] = group
         return sessions

@@ -38,19 +38,24 @@ _EVERY_SECONDS = 15.0  # between two lines of progress
 
 class _LastingConsole(Console):
     """Goes on, without output, once its terminal is gone, as it is for a job that a shell has disowned, or whoever
-    reads its pipe, as ``tee`` is with a terminal, or its file's disk or quota is full.
+    reads its pipe, as ``tee`` is with a terminal. What its file's disk has no room for is left out.
     """
 
     def _write_buffer(self) -> None:
         try:
             super()._write_buffer()
         except OSError as error:
-            # At EPIPE, rich would end the program.
-            if error.errno not in (errno.EIO, errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full and error.errno not in (errno.EIO, errno.EPIPE):  # at the second, rich would end the program
                 raise
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            for number in (1, 2):
+            kept, nothing = os.dup(self.file.fileno()), os.open(os.devnull, os.O_WRONLY)
+            for number in (self.file.fileno(),) if full else (1, 2):
                 os.dup2(nothing, number)
+            if full:  # there may be room for what comes later
+                self.file.flush()
+                del self._buffer[:]
+                os.dup2(kept, self.file.fileno())
+            os.close(kept)
             os.close(nothing)
 
 

@@ -72,7 +72,7 @@ def _keep_private() -> None:
 
 
 def keep_logs(folder: Path) -> None:
-    """Replace ``folder`` by a copy of Ray's own logs, to which its errors refer; nothing if a cluster was joined.
+    """Copy Ray's own logs, to which its errors refer, into ``folder``; nothing if a cluster was joined.
 
     Only this user may read it, as any may write to Ray's folder. Logs of runtime environments, which quote their
     variables, are left out. While an error is being handled, an error of the copy becomes a note on it.
@@ -82,10 +82,10 @@ def keep_logs(folder: Path) -> None:
         if not logs.is_dir():
             return
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(mode=0o700, parents=True)
-            quoting = shutil.ignore_patterns("runtime_env*")
-            shutil.copytree(logs, folder / "session", ignore=quoting, ignore_dangling_symlinks=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)  # one of an earlier version
+            session, quoting = logs.parent.resolve().name, shutil.ignore_patterns("runtime_env*")
+            shutil.copytree(logs, folder / session, ignore=quoting, ignore_dangling_symlinks=True)
         except shutil.Error as error:  # with all the files that failed: the disk is full, or Ray rotated a log
             [(path, _, reason), *others] = error.args[0]
             more = f", and {len(others)} others" if others else ""

@@ -203,7 +203,7 @@ def build_manager(
         actor_wg,
         fleet,
         adapter_only=model.lora_rank > 0 and not model.lora.merge,
-        timeout=2 * timeout,  # gathering and staging precede the requests that the timeout is for
+        timeout=2 * timeout + 30,  # for the requests, before them gathering and staging, and a group that does not form
         startup_timeout=config.trainer.atropos.startup_timeout,
         verify=verify,
         memory=memory,

@@ -267,10 +267,9 @@ def test_program_command_is_found_through_path(tmp_path, monkeypatch):
     assert printed("env sh agent.sh") == 0.5
     (tmp_path / "agent.sh").chmod(0o700)
     assert printed("./agent.sh") == 0.5
-    (tmp_path / "data").mkdir()  # an argument may be the name of a folder, whose path has a slash
-    assert printed("sh -c 'test $0 = data && test $1 = $2/data && echo 0.5' data ./data " + str(tmp_path)) == 0.5
-    (tmp_path / "agent").mkdir()  # and a module with -m
+    (tmp_path / "agent").mkdir()  # a module with -m, too
     (tmp_path / "agent" / "__main__.py").write_text("print(0.5)")
+    assert printed("python agent") == 0.5
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert printed(f"{sys.executable} -m agent") == 0.5
 

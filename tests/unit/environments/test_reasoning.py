@@ -1,16 +1,14 @@
 """The environment over reasoning-gym, and the policy that is taught its sums."""
 
-import contextlib
 import random
 import sys
 from types import SimpleNamespace
 
 import pytest
-import sympy
 
 from helpers.items import asked
 from recipe.atropos.demo.policies import SETTINGS, TASK, TwoTaskRecipe, sum_solution
-from recipe.atropos.environments.plain_answers import parse_plain
+from recipe.atropos.environments.plain_answers import is_plain
 from recipe.atropos.environments.reasoning import ReasoningEnv, ReasoningEnvConfig, dataset, held_out, score
 from recipe.atropos.launcher.environment_processes import environment_variables
 from recipe.atropos.utils.machine import run_program
@@ -147,22 +145,38 @@ def test_reasoning_reads_a_list_where_a_task_takes_one():
         ("'X'", False),
         ("5!", False),
         ("[X]", False),
-        ("sin", True),
+        ("sin", False),
         ("sin()", False),
         ("sin(X, evaluate=False)", False),
         ("gamma(X)", False),
         ("X.diff(X)", False),
+        ("(X + Y)**2", False),
     ],
 )
 def test_reasoning_reads_plain_expressions_alone(answer, read):
     """What is cheap to work out, as far as that can be seen."""
-    with contextlib.nullcontext() if read else pytest.raises((ValueError, SyntaxError, OverflowError)):
-        parse_plain(answer, {"X": sympy.Symbol("X"), "C": sympy.Symbol("C")})
+    scorer = dataset("simple_integration", "{}", 1, 0).score_answer
+    assert is_plain(answer, {"answer": "X**3 / 3 + C", "metadata": {"integrand": "X**2"}}, scorer) == read
+    assert is_plain("exp(X)", {"answer": "X", "metadata": {}}, scorer) is False
 
 
-def test_reasoning_reads_functions_where_names_are_given():
-    with pytest.raises(ValueError, match="has a Call"):
-        parse_plain("exp(2)")
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("polynomial_multiplication", "{min_degree: 10, max_degree: 30}"),
+        (
+            "polynomial_multiplication",
+            "{variables: [x, y, z], allow_cross_variable_product: true, allow_multivariate_polynomials: true}",
+        ),
+        ("simple_integration", "{max_degree: 80}"),
+    ],
+)
+def test_reasoning_scores_steep_answers_in_other_words(task, settings):
+    """The limits grow with the problem's own answer."""
+    train = dataset(task, settings, 20, 0)
+    for problem in [train[i] for i in range(20)]:
+        for text in (problem["answer"], f"({problem['answer']})"):
+            assert score(train, f"<answer>{text}</answer>", problem) == 1
 
 
 def test_reasoning_policy_is_taught_sums_that_stop_early():
