@@ -171,7 +171,7 @@ def test_manager_is_built_as_the_configuration_says(options, adapter_only, tmp_p
         config = compose_config("actor_rollout_ref.model.path=m", *urls, f"inference.colocated={colocated}", *options)
         manager = build_manager(config, None, 10, None)
         limits = manager.timeout, manager.fleet.timeout, manager.startup_timeout
-        assert (manager.adapter_only, *limits) == (adapter_only, 14, 7, 3)
+        assert (manager.adapter_only, *limits) == (adapter_only, 44, 7, 3)
         assert (manager.memory is not None) is colocated
 
 
