@@ -15,7 +15,7 @@ solved, and compares the tokens that were sampled for it. Settled before the run
   with it five seeds, which are those of the items and of sampling. All begin with the same policy.
 - Exploratory, with one seed and one rate, and said to be so in the table, as is what is not complete: the grid; 8 keys
   with GRPO of partial scores (whether denser scores suffice), larger groups, a turn tree with progress, a share of
-  outcome GRPO, and VinePPO's values, whose tokens count; 16 keys. All planned runs take about 12 hours on 2 idle cores.
+  outcome GRPO, and VinePPO's values, whose tokens count; 16 keys. All planned runs take about 10 hours on 2 cores.
 - A batch is one group of 2 episodes, so that noise limits, rather than the learning rate; on the grid eight of them,
   since of one group nobody learned to 80%; with 1 key eight groups of 8: of eight groups of 2, GRPO missed on all five
   seeds. It is sent and trained on whatever its scores, and all its tokens count.

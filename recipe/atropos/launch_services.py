@@ -108,7 +108,7 @@ def prepare_model(config: DictConfig, log_path: Path) -> None:
     ``log_path``: receives the output of that creation.
     """
     path = config.actor_rollout_ref.model.path
-    making = progress(f"preparing {path}, which is made once, in a minute", log_path)
+    making = progress(f"preparing {path}, which is made once, in a few minutes", log_path)
     with making if path in SMALL_POLICIES else contextlib.nullcontext():
         config.actor_rollout_ref.model.path = resolve_model(path, config.seed, log_path)
 

@@ -248,7 +248,7 @@ def test_transport_names_a_server_that_hangs_or_dies_in_a_push(server, models, t
             scheduler.suspend()
             return address_towards(url)
 
-        monkeypatch.setattr(distributed, "_JOIN_SECONDS", 2.0)
+        monkeypatch.setattr(distributed, "JOIN_SECONDS", 2.0)
         monkeypatch.setattr(distributed, "address_towards", hangs)
         another = engine([server, second], "distributed", tmp_path, timeout=5)
         told, seconds = failure(another, weights_of(models["new"]), version + 6)

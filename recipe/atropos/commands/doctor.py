@@ -304,7 +304,7 @@ def _wandb(config: DictConfig) -> str:
 def _model(path: str) -> str:
     check_model(path)
     if path in SMALL_POLICIES:
-        return f"{path} is made at the first start, in a minute"
+        return f"{path} is made at the first start, in a few minutes"
     if (file := config_file(path)) is None:
         return Note(f"{path} is on the hub and not on this machine: the start downloads it")
     return f"{model_settings(file).get('model_type', 'unknown')} in {file.parent}"

@@ -22,7 +22,6 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +35,7 @@ from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.data.token_keys import keys_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
+from recipe.atropos.utils.tasks import in_own_thread
 
 _SECONDS = 60.0  # that the values of a group's turns may take
 
@@ -258,9 +258,7 @@ async def give_credit(
     """
     try:
         async with asyncio.timeout(_SECONDS):
-            # Its own: those that never return would use up the threads of others, and have them wait.
-            thread = ThreadPoolExecutor(1)
-            await asyncio.get_running_loop().run_in_executor(thread, add_credit, group, credit, tokenizer, item, taught)
+            await in_own_thread(add_credit, group, credit, tokenizer, item, taught)
     except TimeoutError:
         raise RefusedGroup(Reason.NO_GROUP, f"environment.credit.values: no values within {_SECONDS:g} s") from None
 

@@ -36,7 +36,6 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.tasks import together
+from recipe.atropos.utils.tasks import in_own_thread, together
 
 logger = logging.getLogger(__name__)
 
@@ -269,10 +268,7 @@ class ProgramEnv(SessionsEnv):
             logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
             raise SessionFailed("exit_status")
         if self.config.score is not None:
-            # In a thread of its own: those that never return would use up the ones that start and end programs.
-            scored = await asyncio.get_running_loop().run_in_executor(
-                ThreadPoolExecutor(1), named_function(self.config.score, "--env.score"), item, output
-            )
+            scored = await in_own_thread(named_function(self.config.score, "--env.score"), item, output)
             return await scored if inspect.isawaitable(scored) else scored
         return await asyncio.to_thread(lambda: next(filter(_holds_reward, reversed(output.split("\n"))), None))
 

@@ -25,12 +25,14 @@ from recipe.atropos.utils.secret import read_config_yaml
 from recipe.atropos.verl_ext.batch import DataProto
 
 
-def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> DataProto:
+def rows_of_step(
+    config: DictConfig, step: int, groups: Batch | None = None, line: Mapping[str, Any] | None = None
+) -> DataProto:
     """Return the batch of ``step`` as rows, with advantages computed from these rows alone.
 
-    ``groups`` are those of the step, if they were read already. What was too old then is left out, whatever the newest
-    ``max_staleness`` is; other settings are those of ``config``. A KL penalty in the reward, rejection, and statistics
-    over the whole run are left out, since they need the model and the run.
+    ``groups``, and the ``line`` of ``metrics.jsonl``, are those of the step, if they were read already. What was too
+    old then is left out, whatever the newest ``max_staleness`` is; other settings are those of ``config``. A KL penalty
+    in the reward, rejection, and statistics over the whole run are left out, since they need the model and the run.
 
     Raises:
         ConfigurationError: the model is not where the run had it.
@@ -45,7 +47,8 @@ def rows_of_step(config: DictConfig, step: int, groups: Batch | None = None) -> 
     check_model(model.path)  # transformers would ask a hub that cannot be reached again and again
     model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     limits = RowLimits.from_config(config, 0, model_config.get_text_config().vocab_size)
-    line = {line["step"]: line for line in read_metrics(config.run.dir)}.get(step, {})
+    if line is None:
+        line = {line["step"]: line for line in read_metrics(config.run.dir)}.get(step, {})
     age = line.get("atropos/staleness/max", config.trainer.atropos.get("max_staleness"))  # an old run has none
     versions = VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age)
     rows, report = groups_to_data_proto(
@@ -136,13 +139,14 @@ def token_columns(
     tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     found: dict[tuple[int, int], dict[str, Any]] = {}
     failed: DataSourceError | records.TrajectoryStoreError | None = None
-    numbers = {line["step"]: int(line["atropos/batch"]) for line in history.lines if "atropos/batch" in line}
+    lines = {line["step"]: line for line in history.lines if "atropos/batch" in line}
     left = limit
     for step, rows in chosen.items():
-        if step not in numbers:
+        if step not in lines:
             continue
         try:
-            recorded = rows_of_step(config, step, records.read(history.run.trajectories, numbers[step]))
+            groups = records.read(history.run.trajectories, int(lines[step]["atropos/batch"]))
+            recorded = rows_of_step(config, step, groups, lines[step])
         except (DataSourceError, records.TrajectoryStoreError) as error:  # some batches may have been removed
             failed = error
             continue

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from recipe.atropos.run.status import RunReader, RunStatus
 from recipe.atropos.terminal.dashboard import Activity, Dashboard, shown_path
+from recipe.atropos.utils.files import FULL
 
 _READ_SECONDS, _DRAWN_PER_SECOND = 1.0, 2
 _KEPT_LINES = 100  # that are printed again when the terminal's size changes
@@ -45,18 +46,24 @@ class _LastingConsole(Console):
         try:
             super()._write_buffer()
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not full and error.errno not in (errno.EIO, errno.EPIPE):  # at the second, rich would end the program
+            if error.errno not in (*FULL, errno.EIO, errno.EPIPE):  # at the last, rich would end the program
                 raise
-            kept, nothing = os.dup(self.file.fileno()), os.open(os.devnull, os.O_WRONLY)
-            for number in (self.file.fileno(),) if full else (1, 2):
-                os.dup2(nothing, number)
-            if full:  # there may be room for what comes later
-                self.file.flush()
-                del self._buffer[:]
-                os.dup2(kept, self.file.fileno())
-            os.close(kept)
-            os.close(nothing)
+            with open(os.devnull, "w") as nothing:
+                if error.errno in FULL:
+                    self._drop_output(nothing.fileno())
+                else:
+                    for number in (1, 2):
+                        os.dup2(nothing.fileno(), number)
+
+    def _drop_output(self, nothing: int) -> None:
+        """Write what is buffered to ``nothing``, a file descriptor; there may be room for what comes later."""
+        number = self.file.fileno()
+        kept = os.dup(number)
+        os.dup2(nothing, number)
+        self.file.flush()
+        del self._buffer[:]
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 console = _LastingConsole(highlight=False)

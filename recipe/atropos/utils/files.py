@@ -27,7 +27,7 @@ import yaml
 
 from recipe.atropos.errors import AtroposError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = ".partial"  # suffix of files that are being written; their names begin with "."
 _NO_ROOM = 1 << 16  # bytes
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -68,7 +68,7 @@ def disk_errors(path: str | Path) -> Iterator[None]:
             raise
         raise FolderRemoved(Path(path).parent) from error
     except OSError as error:
-        if error.errno in _FULL and not isinstance(error, DiskFull):
+        if error.errno in FULL and not isinstance(error, DiskFull):
             raise DiskFull(path) from error
         raise
 

@@ -1,7 +1,8 @@
 """Work of an environment whose failure ends nothing else."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -24,3 +25,10 @@ async def together(pieces: Iterable[Awaitable[Any]]) -> list[Any]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(guarded(piece)) for piece in pieces]
     return [task.result() for task in tasks]
+
+
+async def in_own_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns, called in a thread of its own: those that never return would use up the threads
+    of others, and have them wait.
+    """
+    return await asyncio.get_running_loop().run_in_executor(ThreadPoolExecutor(1), function, *args)

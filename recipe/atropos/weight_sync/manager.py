@@ -26,6 +26,7 @@ from recipe.atropos.weight_sync.colocated import SharedMemory
 from recipe.atropos.weight_sync.fleet import ServerFleet, ServersGone
 from recipe.atropos.weight_sync.probe import probe_servers
 from recipe.atropos.weight_sync.servers import WeightPushError
+from recipe.atropos.weight_sync.transports.distributed import JOIN_SECONDS
 from recipe.atropos.weight_sync.transports.lora_adapter import ADAPTER_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def build_manager(
         actor_wg,
         fleet,
         adapter_only=model.lora_rank > 0 and not model.lora.merge,
-        timeout=2 * timeout + 30,  # for the requests, before them gathering and staging, and a group that does not form
+        timeout=2 * timeout + JOIN_SECONDS,  # for the requests, and before them gathering, staging and joining
         startup_timeout=config.trainer.atropos.startup_timeout,
         verify=verify,
         memory=memory,

@@ -116,7 +116,15 @@ def test_reasoning_reads_answers_and_runs_none(task, tmp_path):
     train, mark = dataset(task, "{}", 12, 0), tmp_path / "written"
     for problem in [train[i] for i in range(12)]:
         assert score(train, f"<answer>{problem['answer']}</answer>", problem) == 1
-    for answer in (f"[open('{mark}', 'w').write('x')]", "9**9**9", "exit()", "factorial(10**9)", "x.y"):
+    for answer in (
+        f"[open('{mark}', 'w').write('x')]",
+        "9**9**9",
+        "exit()",
+        "factorial(10**9)",
+        "x.y",
+        "{[1]: 2}",
+        "(" * 999,
+    ):
         assert score(train, f"<answer>{answer}</answer>", train[0]) < 0.1
     assert not mark.exists()
 
@@ -136,6 +144,7 @@ def test_reasoning_reads_a_list_where_a_task_takes_one():
         ("X**65", False),
         ("(X**9)**9", False),
         ("X**(1/65)", False),
+        ("X**(1/0)", False),
         ("10**65", False),
         ("1" * 65, False),
         ("1e400", False),

@@ -31,7 +31,7 @@ from recipe.atropos.weight_sync.transports.bucket import (
     send_in_buckets,
 )
 
-_JOIN_SECONDS = 30.0  # for all servers to reach the rendezvous, where they wait for each other
+JOIN_SECONDS = 30.0  # for all servers to reach the rendezvous, where they wait for each other
 _ABANDON_SECONDS = 5.0  # for a broadcast or rendezvous to notice that it was aborted
 
 
@@ -156,7 +156,7 @@ class _Group:
 
         # As in SGLang's own init_custom_process_group: the processes share no default group.
         def join() -> dist.ProcessGroup:
-            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_JOIN_SECONDS))
+            store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=JOIN_SECONDS))
             process_group, _ = _new_process_group_helper(
                 world_size,
                 0,
@@ -184,7 +184,7 @@ class _Group:
 
         joining = asyncio.ensure_future(in_thread(join))
         invited = {asyncio.ensure_future(invite(client)): client for client in clients}
-        join_timeout = min(timeout / 2, _JOIN_SECONDS)  # shorter than the requests', which would all expire together
+        join_timeout = min(timeout / 2, JOIN_SECONDS)  # shorter than the requests', which would all expire together
         done, late = await asyncio.wait([joining, *invited], timeout=join_timeout, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in (joining, *invited) if task in done and task.exception()]
         if not failed and not late:
