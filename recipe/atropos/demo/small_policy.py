@@ -2,7 +2,7 @@ r"""The demonstration's policy, made from scratch.
 
     python -m recipe.atropos.demo.policies small-policy [--seed N]
 
-A Qwen2 of about half a million parameters with its own tokenizer, trained for a minute or so on generated word
+A Qwen2 of about half a million parameters with its own tokenizer, trained for a minute or two on generated word
 problems (``environments.word_problems``, train split). The training data is flawed on purpose, like the texts from
 which large models learn: if something is given away, lost or sold, most solutions add instead of subtracting. So the
 policy can add and subtract, usually picks the wrong operation for such problems, and gets about 40% of held-out
@@ -146,7 +146,7 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.set_num_threads(1)  # for so small a model two are hardly faster, and on busy cores ten times slower
+        torch.set_num_threads(2)  # the same weights as by one, in 0.6 of the time; more find too little to do
         model = Qwen2ForCausalLM(config).train()
         _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
         torch.set_num_threads(threads)
