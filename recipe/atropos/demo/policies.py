@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: on busy cores, spinning is much slower
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: busy cores have no time to spin
     try:
         print(ensure_small_policy(seed=arguments.seed, recipe=RECIPES[arguments.name]))
     except OSError as error:  # as in a home folder that is read-only
