@@ -1,5 +1,6 @@
 """What many modules share, so that each need not start it again: a model, an SGLang server of it, and Ray."""
 
+import functools
 import importlib.util
 import os
 import signal
@@ -7,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import omegaconf.base
 import pytest
 from hypothesis import HealthCheck, settings
 from openai._base_client import AsyncHttpxClientWrapper
@@ -24,6 +26,9 @@ os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # Shared cores take their time; all else as where the tests run, in continuous integration or not.
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+# Of what a test of the configuration takes, a quarter would be parsing the same interpolations of verl's again.
+omegaconf.base.parse = functools.cache(omegaconf.base.parse)
 
 # A client that is dropped unclosed, as BaseEnv drops its own, closes itself in the loop that runs when it is collected:
 # that of a later test, which would fail. Its sockets close by themselves.

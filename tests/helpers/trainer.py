@@ -1,7 +1,7 @@
 """Configurations and rows for tests that run verl's real workers."""
 
-import copy
 import functools
+import pickle
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,7 +36,7 @@ CPU_OVERRIDES = [
 
 def compose_config(*overrides: str) -> DictConfig:
     """The recipe's configuration for this machine, with further overrides."""
-    return copy.deepcopy(_composed(overrides))
+    return pickle.loads(_composed(overrides))  # faster than a deep copy
 
 
 @functools.cache
@@ -70,15 +70,16 @@ def trainer_config(model: Any, folder: Any, servers: Iterable[str], *overrides: 
 
 def changed_config(base: DictConfig, options: list[str]) -> DictConfig:
     """``base`` with further values, unchecked, in a fraction of the time of composing them."""
-    with flag_override(base, "struct", False):
-        return OmegaConf.merge(base, OmegaConf.from_dotlist(options))
+    config = pickle.loads(pickle.dumps(base))
+    with flag_override(config, "struct", False):
+        return OmegaConf.unsafe_merge(config, OmegaConf.from_dotlist(options))
 
 
 @functools.cache
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
+def _composed(overrides: tuple[str, ...]) -> bytes:
     config = compose.compose_config([*CPU_OVERRIDES, *overrides])
     config.trainer.device = "cpu"  # as recipe.atropos.main sets it
-    return set_derived(config)
+    return pickle.dumps(set_derived(config))
 
 
 def started(config: DictConfig) -> Any:
