@@ -110,10 +110,12 @@ class TrajectoryApiClient:
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
 
     async def __aenter__(self) -> "TrajectoryApiClient":
-        # No compression: it costs more time than it saves on the loopback or a cluster's network.
-        headers = {"Accept-Encoding": "identity", **self._headers}
-        connector = OwnServers() if self._headers else None
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_READ_BUFFER)
+        self._session = aiohttp.ClientSession(
+            connector=OwnServers() if self._headers else None,
+            # No compression: it costs more time than it saves on the loopback or a cluster's network.
+            headers={"Accept-Encoding": "identity", **self._headers},
+            read_bufsize=_READ_BUFFER,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -303,10 +305,15 @@ class TrajectoryApiClient:
             self.again += 1
 
         limits = _Limits(self.retry_timeout, self._held_timeout)
-        retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change)
-        wait = wait_exponential(self._first_pause, max=LONGEST_PAUSE)
+        attempts = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change),
+            wait=wait_exponential(self._first_pause, max=LONGEST_PAUSE),
+            stop=limits,
+            before_sleep=say,
+            reraise=True,
+        )
         try:
-            return await AsyncRetrying(retry=retry, wait=wait, stop=limits, before_sleep=say, reraise=True)(attempt)
+            return await attempts(attempt)
         except TrajectoryApiError as error:
             if not error.may_change:
                 raise
