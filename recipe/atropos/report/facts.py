@@ -46,11 +46,10 @@ def figures(history: RunHistory) -> list[list[str]]:
     before, after, _ = training_scores(history)
     held: dict[str, str] = {}
     for name, values in history.held_out.items():
-        first, best = values[0], max(values, key=lambda value: value.score)
-        held[f"held-out score, {name}"] = f"{first.score:.3f} at step {first.step}"
-        if len(values) > 1:
-            held[f"held-out score, {name}"] = from_to(first.score, values[-1].score)
-            held[f"best held-out score, {name}"] = f"{best.score:.3f} at step {best.step}"
+        best, several = max(values, key=lambda value: value.score), len(values) > 1
+        at_best = f"{best.score:.3f} at step {best.step}"
+        held[f"held-out score, {name}"] = from_to(values[0].score, values[-1].score) if several else at_best
+        held[f"best held-out score, {name}"] = at_best if several else ""
     totals = {key: history.summary.get(key) or sum(history.column(metric)) for key, metric in _TOTALS.items()}
     seconds = max(totals["seconds"], 1e-9)
     restarts = sum(each.get("restarts", 0) for each in history.summary.get("environments", {}).values())

@@ -86,8 +86,8 @@ class RunHistory:
 
     @cached_property
     def outcomes(self) -> dict[str, list[Outcomes]]:
-        """What became of the items, by environment, in order; lines without a new item are left out."""
-        return {name: list(_differences(lines)) for name, lines in self.reports.items()}
+        """What became of the items, by environment that has any, in order; lines without a new item are left out."""
+        return {name: found for name, lines in self.reports.items() if (found := list(_differences(lines)))}
 
     def column(self, key: str) -> list[float]:
         """Return a metric of all steps that have it."""

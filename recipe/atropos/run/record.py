@@ -117,8 +117,10 @@ class RunRecord:
         totals.steps = step
         totals.seconds += timing["step"]
         totals.seconds_per_phase = dict(Counter(totals.seconds_per_phase) + Counter(phases))
-        line = {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}}
-        append_line(self.directory.metrics, line)
+        append_line(
+            self.directory.metrics,
+            {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}},
+        )
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

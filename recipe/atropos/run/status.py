@@ -201,7 +201,7 @@ class RunReader:
             diagnosis=diagnosis,
             waiting=self.files.waiting.exists(),
             alarms=tuple(reversed(left_open(read_lines(self.files.alarms)))),
-            memory=_recent_memory(holder.pid, trainer.get("device") == "cuda") if state in ALIVE else None,
+            memory=measure_memory(holder.pid, trainer.get("device") == "cuda") if state in ALIVE else None,
         )
 
     def _read_metrics(self) -> None:
@@ -317,6 +317,7 @@ def _fetch(base: str | None, path: str, key: str | None, owner: int) -> dict[str
         return None
 
 
+@cached(TTLCache(maxsize=1, ttl=_MEMORY_SECONDS))
 def measure_memory(pid: int, on_gpu: bool) -> Memory:
     """Measure the memory of a process with all its descendants, of this machine and, if ``on_gpu``, of its GPUs."""
     run = 0
@@ -330,6 +331,3 @@ def measure_memory(pid: int, on_gpu: bool) -> Memory:
     sizes = [(int(used) << 20, int(total) << 20) for used, total in gpus if used.isdigit() and total.isdigit()]
     machine = psutil.virtual_memory()
     return Memory(run, machine.available, machine.total, tuple(sizes))
-
-
-_recent_memory = cached(TTLCache(maxsize=1, ttl=_MEMORY_SECONDS))(measure_memory)

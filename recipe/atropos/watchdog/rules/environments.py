@@ -180,8 +180,9 @@ def _mostly(environment: EnvironmentHistory) -> Finding | None:
         if new["items"] >= RECENT_ITEMS and new[name] >= _MOST * new["items"]:
             what = _names(new, "failed/") if name == "raised" else _OF_COUNT[name]
             verb = "raised:" if name == "raised" else "were not sent:"
-            text = f"{new[name]} of the last {new['items']} items {verb} {what}"
-            return _finding(environment, _OF_COUNT[name], text, since, step)
+            return _finding(
+                environment, _OF_COUNT[name], f"{new[name]} of the last {new['items']} items {verb} {what}", since, step
+            )
     return None
 
 
@@ -206,8 +207,12 @@ def _all_gone(history: History, now: float) -> Iterator[Finding]:
     unseen = [line["seen_seconds_ago"] for line in history.api.get("environments", ()) if "seen_seconds_ago" in line]
     if unseen and min(unseen) > history.limits.silent_after:
         since = (history.api_time or now) - min(unseen)
-        text = f"no environment has called the Trajectory API for {now - since:.0f} s; {len(unseen)} had joined"
-        yield Finding("environment_silent", text, since, history.step_at(since))
+        yield Finding(
+            "environment_silent",
+            f"no environment has called the Trajectory API for {now - since:.0f} s; {len(unseen)} had joined",
+            since,
+            history.step_at(since),
+        )
 
 
 def _equal_groups(history: History) -> Iterator[Finding]:
@@ -312,5 +317,4 @@ def agent_finding(environment: EnvironmentHistory) -> Finding | None:
         and not new["sessions/with_calls"]
         and f"none of the last {with_tools} sessions with tools called one",
     }
-    found = ((name, text) for name, text in seen.items() if text)
-    return next((Finding(name, text, since, step, environment.name) for name, text in found), None)
+    return next((Finding(name, text, since, step, environment.name) for name, text in seen.items() if text), None)
