@@ -154,8 +154,11 @@ def model_identity(path: str) -> dict[str, Any]:
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return ``key: old -> new`` for keys whose values differ, most important first, at most ``_MOST_SHOWN``."""
     old, new = ({key: value for key, value in leaves(config) if value != {}} for config in (before, after))
-    changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not is_secret(key) and key not in LAUNCHER_KEYS and _ENGINE not in key]
+    changed = [
+        key
+        for key in old.keys() | new.keys()
+        if old.get(key) != new.get(key) and not is_secret(key) and key not in LAUNCHER_KEYS and _ENGINE not in key
+    ]
     changed.sort(key=lambda key: (_SHOWN_FIRST.index(key) if key in _SHOWN_FIRST else len(_SHOWN_FIRST), key))
     lines = [f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}" for key in changed[:_MOST_SHOWN]]
     return lines + [f"and {len(changed) - _MOST_SHOWN} more keys"] * (len(changed) > _MOST_SHOWN)

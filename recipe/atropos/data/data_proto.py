@@ -70,8 +70,7 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     ]
 
     def per_token(name: str) -> torch.Tensor:
-        values = [_NOTHING if value is None else value for value in _column(filled, name)]
-        return _pad(values, width, torch.float32)
+        return _pad([_NOTHING if value is None else value for value in _column(filled, name)], width, torch.float32)
 
     width = max(len(row.response) for row in filled)
     prompt_width = max(len(row.prompt) for row in filled)

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from recipe.atropos.report.chart_table import CHARTS, Chart
-from recipe.atropos.report.run_history import SENT, Outcomes, RunHistory, phases_of
-from recipe.atropos.report.scores import extent, score_range
+from recipe.atropos.report.run_history import SENT, Outcomes, RunHistory, extent, phases_of
 
 T = TypeVar("T")
 POINTS = 400  # of a curve; a screen has hardly more pixels for one
@@ -58,8 +57,8 @@ def _scores(history: RunHistory, chart: Chart) -> dict[str, Any]:
         means = np.bincount(place, items * score) / np.bincount(place, items)
         which = f", {name}" if len(history.outcomes) > 1 else ""
         series.append({"label": f"everything scored{which}"} | decimated(steps.astype(int).tolist(), means.tolist()))
-    span = score_range(history)
-    return {"series": series, "own": f"single answers scored from {extent(*span)}" if span else ""}
+    span = history.score_range
+    return {"series": series, "own": f"single answers scored from {span}" if span else ""}
 
 
 def _held_out(history: RunHistory, chart: Chart) -> dict[str, Any]:
@@ -78,8 +77,7 @@ def _of_metrics(history: RunHistory, chart: Chart) -> dict[str, Any]:
     keys = dict(chart.keys)
     if chart.prefix:
         keys |= {name: chart.prefix + name for name in sorted(history.totals(chart.prefix))}
-    series = _series(history, keys)
-    return {"series": [each for each in series if not chart.quiet or any(each["y"])]}
+    return {"series": [each for each in _series(history, keys) if not chart.quiet or any(each["y"])]}
 
 
 def _series(history: RunHistory, keys: Mapping[str, str]) -> list[dict[str, Any]]:

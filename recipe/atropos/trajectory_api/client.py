@@ -78,8 +78,7 @@ class _Limits(stop_base):
         error, elapsed = state.outcome.exception(), state.seconds_since_start
         if error.trouble:
             self._lived = elapsed
-        since = 0.0 if error.trouble else self._lived
-        return elapsed - since >= self.of(error)
+        return elapsed - (0.0 if error.trouble else self._lived) >= self.of(error)
 
 
 class TrajectoryApiClient:

@@ -151,8 +151,7 @@ class TrajectoryStore:
 
     def size(self) -> int:
         """Return the bytes on disk."""
-        files = (self.path, self.path.with_name(f"{DATABASE}-wal"))
-        return sum(path.stat().st_size for path in files if path.exists())
+        return sum(p.stat().st_size for p in (self.path, self.path.with_name(f"{DATABASE}-wal")) if p.exists())
 
     # ------------------------------------------------------------------ the reading thread
 

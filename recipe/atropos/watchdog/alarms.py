@@ -57,8 +57,9 @@ def describe(name: str, value: float, tolerance: float) -> str:
 
 def table() -> str:
     """Return the table of ``docs/alarms.md``."""
-    rows = [f"| `{name}` | {ALARMS[name].means} | {ALARMS[name].advice} |\n" for name in causes_first()]
-    return "| alarm | meaning | what to try |\n|---|---|---|\n" + "".join(rows)
+    return "| alarm | meaning | what to try |\n|---|---|---|\n" + "".join(
+        f"| `{name}` | {ALARMS[name].means} | {ALARMS[name].advice} |\n" for name in causes_first()
+    )
 
 
 # ---------------------------------------------------------------- the watchdog
