@@ -204,7 +204,8 @@ def by_alarm(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str | None], li
     found: dict[tuple[str, str | None], list[dict[str, Any]]] = {}
     for line in lines:
         key = line["alarm"], line.get("environment")
-        found[key] = [*found.pop(key, []), line]
+        found[key] = about = found.pop(key, [])
+        about.append(line)
     return found
 
 
