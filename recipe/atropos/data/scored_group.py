@@ -295,9 +295,8 @@ class ScoredGroup:
 
     def pack(self) -> bytes:
         """Return the record of the group."""
-        masks: tuple[str, np.ndarray] = ("bits", np.packbits(self.masks != IGNORED))
-        if not ((self.masks == IGNORED) | (self.masks == self.tokens)).all():
-            masks = _narrow(self.masks, _STORED["masks"][1:])
+        plain = ((self.masks == IGNORED) | (self.masks == self.tokens)).all()
+        masks = ("bits", np.packbits(self.masks != IGNORED)) if plain else _narrow(self.masks, _STORED["masks"][1:])
         buffers = {
             "lengths": ("i4", self.lengths.astype(np.int32)),
             "tokens": _narrow(self.tokens, _STORED["tokens"]),
