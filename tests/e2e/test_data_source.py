@@ -1,5 +1,6 @@
 """The trainer's source against our own Trajectory API: nothing is lost, however often either side starts again."""
 
+import asyncio
 import signal
 import time
 from dataclasses import replace
@@ -164,4 +165,4 @@ def test_data_source_wait_excludes_what_is_done_meanwhile(api):
 
 
 def test_our_server_is_told_from_atroposlibs(api):
-    assert _is_stock(config(api.url)) is False
+    assert asyncio.run(_is_stock(config(api.url))) is False

@@ -1,5 +1,6 @@
 """The source against atroposlib's own Trajectory API."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -177,5 +178,5 @@ def test_data_source_counts_a_batch_that_breaks_off(broken, headers):
 
 
 def test_atroposlibs_server_is_named_as_what_it_loses(api, caplog):
-    assert _is_stock(config(api.url)) is True
+    assert asyncio.run(_is_stock(config(api.url))) is True
     assert "run-api: what it holds is lost" in caplog.text

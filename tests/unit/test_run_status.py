@@ -225,10 +225,10 @@ def test_status_shows_the_alarms_that_are_raised_newest_first(tmp_path):
 
 def test_status_measures_the_memory_of_all_descendants():
     program = "import os, time; held = bytearray(os.urandom(1)) * (64 << 20); print(1, flush=True); time.sleep(60)"
-    before = measure_memory(os.getpid(), on_gpu=False)
+    before = measure_memory.__wrapped__(os.getpid(), on_gpu=False)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:
         child.stdout.readline()
-        after = measure_memory(os.getpid(), on_gpu=False)
+        after = measure_memory.__wrapped__(os.getpid(), on_gpu=False)
         child.kill()
     assert 60 << 20 < after.run - before.run < 90 << 20 and after.total > after.free > 0
 

@@ -116,9 +116,8 @@ class _Checkpoint:
         return None if any(re.search(rf"(^|\.){pattern}($|\.)", name) for pattern in kept) else dtype
 
     def write_adapter_config(self, folder: Path) -> None:
-        settings = json.loads(self._adapter_config.read_text())
-        settings |= {"base_model_name_or_path": self.base, "inference_mode": True}
-        write_json(folder / ADAPTER_CONFIG, settings)
+        changes = {"base_model_name_or_path": self.base, "inference_mode": True}
+        write_json(folder / ADAPTER_CONFIG, read_json(self._adapter_config) | changes)
 
     def write_configuration(self, folder: Path, dtype: str) -> None:
         """Write the configuration and, if it is not there yet, the generation configuration."""

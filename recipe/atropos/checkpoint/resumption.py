@@ -1,9 +1,8 @@
 """Check whether a run folder can be resumed with a configuration, and find what changed."""
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from recipe.atropos.checkpoint.store import Checkpoints, model_of, step_of
 from recipe.atropos.config.compose import LAUNCHER_KEYS, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import FORMAT, RunDir
-from recipe.atropos.utils.files import DiskFull, read_json, read_lines, read_yaml, write_atomic, write_json
+from recipe.atropos.utils.files import read_json, read_lines, read_yaml, usable, write_atomic, write_json
 from recipe.atropos.utils.secret import API_KEY, config_yaml, is_secret, without_secrets
 
 _SAMPLE_BYTES = 1 << 20  # read at the beginning and at the end of each weights file
@@ -57,7 +56,7 @@ def prepare_folder(
         folder.wandb_run.unlink(missing_ok=True)
     if recorded != identity:
         write_json(folder.identity, identity)
-    with _usable(checkpoints):
+    with usable(f"trainer.default_local_dir={checkpoints.directory}", "a folder that can be written"):
         checkpoints.directory.mkdir(parents=True, exist_ok=True)
         write_atomic(checkpoints.owner, str(folder.path).encode())
     goes_on = resumed is not None and resumed.parent == checkpoints.directory
@@ -123,7 +122,7 @@ def _layout(config: DictConfig) -> dict[str, Any]:
 def _own_checkpoints(folder: RunDir, config: DictConfig) -> Checkpoints:
     """Return the run's checkpoints. Raises ConfigurationError if another run has its own there."""
     checkpoints = Checkpoints(config.trainer.default_local_dir)
-    with _usable(checkpoints):
+    with usable(f"trainer.default_local_dir={checkpoints.directory}", "a folder that can be written"):
         owner = checkpoints.run_dir()
     if folder.is_other(owner) and not checkpoints.directory.is_relative_to(folder.path):  # unlike those of a copy
         raise ConfigurationError(
@@ -131,20 +130,6 @@ def _own_checkpoints(folder: RunDir, config: DictConfig) -> Checkpoints:
             "(--run-dir), or give this one a folder of its own"
         )
     return checkpoints
-
-
-@contextlib.contextmanager
-def _usable(checkpoints: Checkpoints) -> Iterator[None]:
-    """Raise ConfigurationError if the block cannot read or write the folder of checkpoints."""
-    try:
-        yield
-    except DiskFull:
-        raise
-    except OSError as error:
-        raise ConfigurationError(
-            f"trainer.default_local_dir={checkpoints.directory}: {error.strerror or error}; give a folder that can be "
-            "written"
-        ) from error
 
 
 def model_identity(path: str) -> dict[str, Any]:
@@ -169,8 +154,11 @@ def model_identity(path: str) -> dict[str, Any]:
 def changed_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return ``key: old -> new`` for keys whose values differ, most important first, at most ``_MOST_SHOWN``."""
     old, new = ({key: value for key, value in leaves(config) if value != {}} for config in (before, after))
-    changed = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    changed = [key for key in changed if not is_secret(key) and key not in LAUNCHER_KEYS and _ENGINE not in key]
+    changed = [
+        key
+        for key in old.keys() | new.keys()
+        if old.get(key) != new.get(key) and not is_secret(key) and key not in LAUNCHER_KEYS and _ENGINE not in key
+    ]
     changed.sort(key=lambda key: (_SHOWN_FIRST.index(key) if key in _SHOWN_FIRST else len(_SHOWN_FIRST), key))
     lines = [f"{key}: {old.get(key, 'not given')} -> {new.get(key, 'not given')}" for key in changed[:_MOST_SHOWN]]
     return lines + [f"and {len(changed) - _MOST_SHOWN} more keys"] * (len(changed) > _MOST_SHOWN)

@@ -70,8 +70,7 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     ]
 
     def per_token(name: str) -> torch.Tensor:
-        values = [_NOTHING if value is None else value for value in _column(filled, name)]
-        return _pad(values, width, torch.float32)
+        return _pad([_NOTHING if value is None else value for value in _column(filled, name)], width, torch.float32)
 
     width = max(len(row.response) for row in filled)
     prompt_width = max(len(row.prompt) for row in filled)
@@ -101,8 +100,11 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     if all(row.ref_log_probs is not None for row in real):
         tensors["ref_log_prob"] = per_token("ref_log_probs")
     tensors |= _teacher_tensors(filled, prompt_width, prompt_width + width)
-    tokens = {"global_token_num": attention_mask.sum(dim=-1).tolist()}
-    return DataProto.from_dict(tensors=tensors, non_tensors=_non_tensors(filled), meta_info=tokens)
+    return DataProto.from_dict(
+        tensors=tensors,
+        non_tensors=_non_tensors(filled),
+        meta_info={"global_token_num": attention_mask.sum(dim=-1).tolist()},
+    )
 
 
 def _column(rows: Sequence[Row], name: str) -> list[Any]:
@@ -133,9 +135,11 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 def _non_tensors(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Return the per-row values, one (B,) array per name."""
-    objects = "uid env_id env_name sampling credit dropped trajectory".split()
     return {
-        **{name: _objects(_column(rows, name)) for name in objects},
+        **{
+            name: _objects(_column(rows, name))
+            for name in ("uid", "env_id", "env_name", "sampling", "credit", "dropped", "trajectory")
+        },
         "policy_version_min": _objects([row.versions[0] for row in rows]),
         "policy_version_max": _objects([row.versions[1] for row in rows]),
         "raw_score": np.array([row.score if row.raw_score is None else row.raw_score for row in rows]),

@@ -97,9 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):  
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the temperature and all values that differ from SGLang's defaults, as plain values for JSON."""
-        given = {name for name in self.__struct_fields__ if getattr(self, name) != getattr(_DEFAULT, name)}
-        values = msgspec.to_builtins(self, str_keys=True)
-        return {name: values[name] for name in values if name in given or name == "temperature"}
+        values, default = (msgspec.to_builtins(params, str_keys=True) for params in (self, _DEFAULT))
+        return {name: value for name, value in values.items() if name == "temperature" or value != default[name]}
 
     def request(self) -> dict[str, float]:
         """Return the numeric parameters for a request, with defaults, so that no server-side default applies."""

@@ -295,9 +295,8 @@ class ScoredGroup:
 
     def pack(self) -> bytes:
         """Return the record of the group."""
-        masks: tuple[str, np.ndarray] = ("bits", np.packbits(self.masks != IGNORED))
-        if not ((self.masks == IGNORED) | (self.masks == self.tokens)).all():
-            masks = _narrow(self.masks, _STORED["masks"][1:])
+        plain = ((self.masks == IGNORED) | (self.masks == self.tokens)).all()
+        masks = ("bits", np.packbits(self.masks != IGNORED)) if plain else _narrow(self.masks, _STORED["masks"][1:])
         buffers = {
             "lengths": ("i4", self.lengths.astype(np.int32)),
             "tokens": _narrow(self.tokens, _STORED["tokens"]),
@@ -323,14 +322,16 @@ class ScoredGroup:
         # As doubles: the shortest form of a float32 names another double.
         floats = {name: values.astype(np.float64, copy=False) for name, values in self.floats.items()}
         columns = {"tokens": self.tokens, "masks": self.masks, **floats}
-        group = {
-            **dict.fromkeys(KEYS),
-            **{name: orjson.Fragment(value) for name, value in self.fields.items()},
-            **{name: self.cut(values) for name, values in columns.items()},
-            "scores": self.scores,
-            "env_id": self.env_id,
-        }
-        return orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)
+        return orjson.dumps(
+            {
+                **dict.fromkeys(KEYS),
+                **{name: orjson.Fragment(value) for name, value in self.fields.items()},
+                **{name: self.cut(values) for name, values in columns.items()},
+                "scores": self.scores,
+                "env_id": self.env_id,
+            },
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
 
 
 Group = ScoredGroup | Mapping[str, Any]  # a mapping is one that nobody has checked yet

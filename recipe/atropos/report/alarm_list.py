@@ -48,21 +48,22 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool, seen: Seen) -> list
     for (name, environment), about in by_alarm(lines).items():
         raised, last = [line for line in about if line["state"] == "raised"], about[-1]
         begun = raised[-1] if raised else {"seen": about[0].get("seen")}
-        alarm = {
-            "alarm": name,
-            "environment": environment,
-            **{key: last.get(key) for key in ("state", "since_step", "advice")},
-            "seen": begun.get("seen"),
-            "raised_step": begun.get("step"),
-            "times": len(raised),
-            "recorded": recorded,
-        }
-        if last["state"] == "raised":
-            alarm |= {"seen_last": seen.get((name, environment), last["seen"]), "until_step": None}
-        else:  # a start from an earlier checkpoint clears it at that step
-            ends = [step for step in (last.get("step"), last.get("since_step")) if step is not None]
-            alarm |= {"seen_last": last.get("seen"), "until_step": max(ends, default=None)}
-        found.append(alarm)
+        now = last["state"] == "raised"
+        # a start from an earlier checkpoint clears it at that step
+        ends = [last[key] for key in ("step", "since_step") if not now and last.get(key) is not None]
+        found.append(
+            {
+                "alarm": name,
+                "environment": environment,
+                **{key: last.get(key) for key in ("state", "since_step", "advice")},
+                "seen": begun.get("seen"),
+                "seen_last": seen.get((name, environment), last["seen"]) if now else last.get("seen"),
+                "raised_step": begun.get("step"),
+                "until_step": max(ends, default=None),
+                "times": len(raised),
+                "recorded": recorded,
+            }
+        )
     return found
 
 
@@ -79,17 +80,16 @@ def _played(history: RunHistory) -> tuple[list[dict[str, Any]], Seen]:
     lines: list[dict[str, Any]] = []
     wait = history.config.get(_WAIT) or derived_wait(_WAIT, history.config.get("data.max_response_length", 1536))
     watchdog = Watchdog(History(AlarmLimits.from_config({**history.config, _WAIT: wait})))
-    events = [(line["time"], None, line) for line in history.lines]
-    events += [(line["time"], name, line) for name, reports in history.reports.items() for line in reports]
-    events.sort(key=lambda event: event[0])
+    sources = {None: history.lines, **history.reports}
+    events = [(environment, line) for environment, found in sources.items() for line in found]
     every = -(-len(events) // _LOOKS)
-    for place, (now, environment, line) in enumerate(events, start=1):
+    for place, (environment, line) in enumerate(sorted(events, key=lambda event: event[1]["time"]), start=1):
         if environment is None:
             watchdog.history.add_step(line)
         else:
             watchdog.history.add_report(environment, line)
         if place % every == 0 or place == len(events):
-            lines += watchdog.changes(now)
+            lines += watchdog.changes(line["time"])
     return lines, {key: raised.finding.seen for key, raised in watchdog.raised.items()}
 
 

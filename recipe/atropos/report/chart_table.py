@@ -1,4 +1,4 @@
-"""The charts of metrics over steps: which metrics, and what they mean."""
+"""The charts of values over steps: which metrics, and what they mean; scores have more than metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +21,21 @@ class Chart:
 
 
 CHARTS = (
+    Chart(
+        "score",
+        "Score",
+        "",
+        "Mean score of the answers that a step was trained on. Groups whose answers all have the same score are left "
+        "out of training, so “everything scored” rises earlier and higher.",
+        zero=False,
+    ),
+    Chart(
+        "heldout",
+        "Held-out score",
+        "",
+        "Score on items that are never trained on. Its range may be another than that of the training score.",
+        zero=False,
+    ),
     Chart(
         "entropy",
         "Entropy",

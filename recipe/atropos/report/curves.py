@@ -3,15 +3,13 @@
 Every value here is read from the run's files; long series are made short enough for a page, without hiding a spike.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
-from recipe.atropos.report.chart_table import CHARTS
-from recipe.atropos.report.run_history import SENT, RunHistory, phases_of
-from recipe.atropos.report.scores import extent, score_range
+from recipe.atropos.report.chart_table import CHARTS, Chart
+from recipe.atropos.report.run_history import SENT, Outcomes, RunHistory, extent, phases_of
 
 T = TypeVar("T")
 POINTS = 400  # of a curve; a screen has hardly more pixels for one
@@ -25,23 +23,21 @@ def curves(history: RunHistory, alarms: list[dict[str, Any]]) -> list[dict[str, 
     A series is ``{"label", "x", "y"}``, perhaps with ``low`` and ``high``. ``marks`` are alarms that the chart shows,
     ``own`` says what holds for this run alone.
     """
-    found = [_scores(history), _held_out(history), *_of_metrics(history)]
-    charts = [chart for chart in found if any(any(y is not None for y in each["y"]) for each in chart["series"])]
-    for chart in charts:
-        chart["marks"] = [
-            {"x": alarm["since_step"], "alarm": alarm["alarm"]}
-            for alarm in alarms
-            if alarm["where"] == chart["id"] and alarm["since_step"] is not None
-        ]
+    charts = []
+    for chart in CHARTS:
+        found = {"score": _scores, "heldout": _held_out}.get(chart.id, _of_metrics)(history, chart)
+        if any(y is not None for each in found["series"] for y in each["y"]):
+            marks = [
+                {"x": alarm["since_step"], "alarm": alarm["alarm"]}
+                for alarm in alarms
+                if alarm["where"] == chart.id and alarm["since_step"] is not None
+            ]
+            given = {name: getattr(chart, name) for name in ("id", "title", "unit", "about", "zero", "log")}
+            charts.append({**given, "limit": history.config.get(chart.limit), "own": "", **found, "marks": marks})
     return charts
 
 
-def _chart(id: str, title: str, unit: str, about: str, series: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    own = {"id": id, "title": title, "unit": unit, "about": about, "series": series}
-    return {"limit": None, "log": False, "zero": False, "own": "", **own, **more}
-
-
-def _scores(history: RunHistory) -> dict[str, Any]:
+def _scores(history: RunHistory, chart: Chart) -> dict[str, Any]:
     keys = {"all trained rows": "atropos/mean_score", "before shaping": "atropos/mean_raw_score"}
     if all(line.get("atropos/mean_score") == line.get("atropos/mean_raw_score") for line in history.lines):
         del keys["before shaping"]
@@ -51,24 +47,21 @@ def _scores(history: RunHistory) -> dict[str, Any]:
         keys |= {name: f"atropos/{name}/mean_score" for name in names}
     series = _series(history, keys)
     for name, outcomes in history.outcomes.items():
-        scored = [each for each in outcomes if each.score is not None and each.step]
-        rows = [(min(each.step, history.steps), each.ended, each.score) for each in scored if each.ended]
+        rows = [
+            (min(each.step, history.steps), each.ended, each.score)
+            for each in outcomes
+            if each.score is not None and each.step and each.ended
+        ]
         number, items, score = np.array(rows).reshape(-1, 3).T
         steps, place = np.unique(number, return_inverse=True)
         means = np.bincount(place, items * score) / np.bincount(place, items)
         which = f", {name}" if len(history.outcomes) > 1 else ""
         series.append({"label": f"everything scored{which}"} | decimated(steps.astype(int).tolist(), means.tolist()))
-    about = (
-        "Mean score of the answers that a step was trained on. Groups whose answers all have the same score are left "
-        "out of training, so “everything scored” rises earlier and higher."
-    )
-    span = score_range(history)
-    return _chart(
-        "score", "Score", "", about, series, own=f"single answers scored from {extent(*span)}" if span else ""
-    )
+    span = history.score_range
+    return {"series": series, "own": f"single answers scored from {span}" if span else ""}
 
 
-def _held_out(history: RunHistory) -> dict[str, Any]:
+def _held_out(history: RunHistory, chart: Chart) -> dict[str, Any]:
     series = []
     for name, values in history.held_out.items():
         xs, ys, items, _ = zip(*values, strict=True)
@@ -76,29 +69,20 @@ def _held_out(history: RunHistory) -> dict[str, Any]:
         series.append({"label": f"{name}{which}", "points": True} | decimated(xs, ys))
     names = sorted({values[0].metric for values in history.held_out.values()})
     values = [y for each in series for y in each["y"] if y is not None]
-    about = "Score on items that are never trained on. Its range may be another than that of the training score."
     own = f"{', '.join(names)}, from {extent(min(values), max(values))}" if values else ""
-    share = all(0 <= y <= 1 for each in series for y in each["y"] if y is not None)
-    return _chart("heldout", "Held-out score", "", about, series, own=own, share=share)
+    return {"series": series, "own": own, "share": all(0 <= y <= 1 for y in values)}
 
 
-def _of_metrics(history: RunHistory) -> Iterator[dict[str, Any]]:
-    for chart in CHARTS:
-        keys = dict(chart.keys)
-        if chart.prefix:
-            names = sorted({key for line in history.lines for key in line if key.startswith(chart.prefix)})
-            keys |= {name.removeprefix(chart.prefix): name for name in names}
-        series = _series(history, keys)
-        if chart.quiet:
-            series = [each for each in series if any(each["y"])]
-        more = {"zero": chart.zero, "log": chart.log, "limit": history.config.get(chart.limit)}
-        yield _chart(chart.id, chart.title, chart.unit, chart.about, series, **more)
+def _of_metrics(history: RunHistory, chart: Chart) -> dict[str, Any]:
+    keys = dict(chart.keys)
+    if chart.prefix:
+        keys |= {name: chart.prefix + name for name in sorted(history.totals(chart.prefix))}
+    return {"series": [each for each in _series(history, keys) if not chart.quiet or any(each["y"])]}
 
 
 def _series(history: RunHistory, keys: Mapping[str, str]) -> list[dict[str, Any]]:
     """Counts that a step does not have are 0; other metrics are unknown then."""
-    steps = [line["step"] for line in history.lines]
-    counts = ("atropos/dropped/", "atropos/rows_with/")
+    steps, counts = [line["step"] for line in history.lines], ("atropos/dropped/", "atropos/rows_with/")
     return [
         {"label": label}
         | decimated(steps, [line.get(key, 0 if key.startswith(counts) else None) for line in history.lines])
@@ -115,15 +99,16 @@ def timeline(history: RunHistory) -> dict[str, Any]:
     What is spent after a step's line was written, to save a checkpoint, is in the latter alone.
     """
     bars: list[dict[str, Any]] = []
-    seconds = history.summary.get("seconds_per_phase") or {}
-    names = [*phases_of({}), *(name for name in seconds if name not in phases_of({}))]
+    seconds = history.summary.get("seconds_per_phase") or {
+        name: sum(phases_of(line)[name] for line in history.lines) for name in phases_of({})
+    }
+    names = [*(phases_of({}) | seconds)]
     for part in buckets(len(history.lines), BARS):
         lines = history.lines[part]
-        mean = {name: sum(phases_of(line).get(name, 0.0) for line in lines) / len(lines) for name in names}
         first, last = lines[0]["step"], lines[-1]["step"]
+        means = [sum(phases_of(line).get(name, 0.0) for line in lines) / len(lines) for name in names]
         label = str(first) if first == last else f"{first} to {last}"
-        bars.append({"label": label, "values": [round(mean[name], 3) for name in names]})
-    seconds = seconds or {name: sum(phases_of(line)[name] for line in history.lines) for name in names}
+        bars.append({"label": label, "values": [round(mean, 3) for mean in means]})
     return {"names": names, "bars": bars, "seconds": {name: round(value, 1) for name, value in seconds.items()}}
 
 
@@ -135,27 +120,28 @@ def outcomes(history: RunHistory) -> list[dict[str, Any]]:
     found = []
     for name, each in history.outcomes.items():
         totals = history.item_totals(name)
-        if not totals:
-            continue
         names = sorted(totals, key=lambda outcome: (outcome != SENT, -totals[outcome]))
         begin = each[0].time if history.started is None else history.started
         end = max(begin + 1, *(one.time for one in each))
         n = min(BARS, len(each))
-        counts = [Counter() for _ in range(n)]
-        steps: list[int | None] = [None] * n
+        parts: list[list[Outcomes]] = [[] for _ in range(n)]
         for one in each:
-            place = max(0, min(n - 1, int((one.time - begin) / (end - begin) * n)))
-            counts[place] += one.counts
-            steps[place] = one.step
+            parts[max(0, min(n - 1, int((one.time - begin) / (end - begin) * n)))].append(one)
         width = (end - begin) / n / 60
-        bars = [
+        found.append(
             {
-                "label": f"{width * (place + 1):.1f} min" + (f", step {steps[place]}" if steps[place] else ""),
-                "values": [count[outcome] for outcome in names],
+                "environment": name,
+                "names": names,
+                "bars": [
+                    {
+                        "label": f"{width * place:.1f} min"
+                        + "".join(f", step {one.step}" for one in part[-1:] if one.step),
+                        "values": [sum(one.counts[outcome] for one in part) for outcome in names],
+                    }
+                    for place, part in enumerate(parts, start=1)
+                ],
             }
-            for place, count in enumerate(counts)
-        ]
-        found.append({"environment": name, "names": names, "bars": bars})
+        )
     return found
 
 
@@ -165,24 +151,28 @@ def outcomes(history: RunHistory) -> list[dict[str, Any]]:
 def staleness_histogram(history: RunHistory) -> dict[str, Any] | None:
     """Return the rows by age in updates, for the first, the middle and the last third of the steps."""
     prefix, steps = "atropos/staleness/rows_", len(history.lines)
-    counts = [
-        (place * 3 // steps, int(key.removeprefix(prefix)), n)
-        for place, line in enumerate(history.lines)
-        for key, n in line.items()
-        if key.startswith(prefix)
-    ]
-    return _binned(counts, "updates")
+    return _binned(
+        [
+            (place * 3 // steps, int(key.removeprefix(prefix)), n)
+            for place, line in enumerate(history.lines)
+            for key, n in line.items()
+            if key.startswith(prefix)
+        ],
+        "updates",
+    )
 
 
 def length_histogram(rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the rows by response tokens, for the first, the middle and the last third of the steps that were read."""
-    counts = [
-        (place * 3 // len(rollouts), row["response_tokens"], 1)
-        for place, rows in enumerate(rollouts.values())
-        for row in rows
-        if "response_tokens" in row
-    ]
-    return _binned(counts, "tokens")
+    return _binned(
+        [
+            (place * 3 // len(rollouts), row["response_tokens"], 1)
+            for place, rows in enumerate(rollouts.values())
+            for row in rows
+            if "response_tokens" in row
+        ],
+        "tokens",
+    )
 
 
 def _binned(counts: Sequence[tuple[int, int, float]], unit: str) -> dict[str, Any] | None:
@@ -197,12 +187,15 @@ def _binned(counts: Sequence[tuple[int, int, float]], unit: str) -> dict[str, An
     rows = np.zeros((3, len(edges)))
     for third, value, n in counts:
         rows[third, (value - low) // width] += n
-    series = [
-        {"label": label, "values": (third / third.sum()).round(4).tolist(), "rows": int(third.sum())}
-        for label, third in zip(("first third of the steps", "middle", "last third"), rows, strict=True)
-        if third.any()
-    ]
-    return {"unit": unit, "labels": labels, "series": series}
+    return {
+        "unit": unit,
+        "labels": labels,
+        "series": [
+            {"label": label, "values": (third / third.sum()).round(4).tolist(), "rows": int(third.sum())}
+            for label, third in zip(("first third of the steps", "middle", "last third"), rows, strict=True)
+            if third.any()
+        ],
+    }
 
 
 # ---------------------------------------------------------------- long series
@@ -229,12 +222,11 @@ def decimated(xs: Sequence[float], ys: Sequence[float | None], limit: int = POIN
     values[~np.isfinite(values)] = np.nan
     if len(values) <= limit:
         return {"x": list(xs), "y": [_short(y) for y in values]}
-    found: dict[str, list[Any]] = {"x": [], "y": [], "low": [], "high": []}
-    for part in buckets(len(values), limit):
-        known = values[part][~np.isnan(values[part])]
-        found["x"].append(xs[part.stop - 1])
-        for name, reduce in (("y", np.mean), ("low", np.min), ("high", np.max)):
-            found[name].append(_short(reduce(known)) if len(known) else None)
+    parts = buckets(len(values), limit)
+    known = [values[part][~np.isnan(values[part])] for part in parts]
+    found: dict[str, list[Any]] = {"x": [xs[part.stop - 1] for part in parts]}
+    for name, reduce in (("y", np.mean), ("low", np.min), ("high", np.max)):
+        found[name] = [_short(reduce(part)) if len(part) else None for part in known]
     return found
 
 

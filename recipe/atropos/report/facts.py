@@ -13,8 +13,7 @@ from recipe.atropos.config.compose import compose_config, leaves
 from recipe.atropos.config.schema import documented
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.inference.installed import installed_versions
-from recipe.atropos.report.run_history import SENT, RunHistory, shown
-from recipe.atropos.report.scores import extent, from_to, score_range, training_scores
+from recipe.atropos.report.run_history import SENT, RunHistory, from_to, shown
 from recipe.atropos.utils.files import read_json
 from recipe.atropos.utils.secret import HIDDEN, is_secret
 
@@ -42,15 +41,14 @@ _TOTALS = {  # of the summary, and the metric to add up for a run that has none
 
 def figures(history: RunHistory) -> list[list[str]]:
     """Return the run in figures, as [name, value]; the same names for every run, so that two can be compared."""
-    span, times, started = score_range(history), history.column("timing_s/step"), history.started
-    before, after, _ = training_scores(history)
+    times, started = history.column("timing_s/step"), history.started
+    before, after, _ = history.training_scores
     held: dict[str, str] = {}
     for name, values in history.held_out.items():
-        first, best = values[0], max(values, key=lambda value: value.score)
-        held[f"held-out score, {name}"] = f"{first.score:.3f} at step {first.step}"
-        if len(values) > 1:
-            held[f"held-out score, {name}"] = from_to(first.score, values[-1].score)
-            held[f"best held-out score, {name}"] = f"{best.score:.3f} at step {best.step}"
+        best, several = max(values, key=lambda value: value.score), len(values) > 1
+        at_best = f"{best.score:.3f} at step {best.step}"
+        held[f"held-out score, {name}"] = from_to(values[0].score, values[-1].score) if several else at_best
+        held[f"best held-out score, {name}"] = at_best if several else ""
     totals = {key: history.summary.get(key) or sum(history.column(metric)) for key, metric in _TOTALS.items()}
     seconds = max(totals["seconds"], 1e-9)
     restarts = sum(each.get("restarts", 0) for each in history.summary.get("environments", {}).values())
@@ -58,7 +56,7 @@ def figures(history: RunHistory) -> list[list[str]]:
         "state": state(history),
         "steps": f"{history.steps} of {history.total_steps}" if history.total_steps else f"{history.steps}",
         "mean training score, first → last fifth": from_to(before, after) if history.lines else "",
-        "scores of trained answers, lowest to highest": extent(*span) if span else "",
+        "scores of trained answers, lowest to highest": history.score_range,
         **held,
         "time in training steps": str(timedelta(seconds=round(totals["seconds"]))),
         "median step": f"{statistics.median(times):.2f} s" if times else "",

@@ -12,12 +12,11 @@ from typing import Any
 
 import orjson
 
-from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report import curves, facts, samples
 from recipe.atropos.report.alarm_list import all_alarms
 from recipe.atropos.report.run_history import RunHistory, read_history
 from recipe.atropos.report.verdict import verdict
-from recipe.atropos.utils.files import DiskFull, write_atomic
+from recipe.atropos.utils.files import usable, write_atomic
 
 FOLDER = Path(__file__).parent
 _SCRIPTS = ("elements.js", "charts.js", "samples.js", "page.js")
@@ -44,13 +43,9 @@ def write_report(
         histories[0].running = False
     path = Path(output) if output is not None else histories[0].run.report
     text = page(histories, tokens)
-    try:
+    with usable(str(path), "another file (--output)"):  # a run may be on a disk that is mounted read-only
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
-    except DiskFull:
-        raise
-    except OSError as error:  # a run may be on a disk that is mounted read-only
-        raise ConfigurationError(f"{path}: {error.strerror or error}; give another file (--output)") from error
     return path
 
 
@@ -61,9 +56,8 @@ def page(histories: list[RunHistory], tokens: bool = True) -> str:
         for run, history, number in zip(runs, histories, (1, 2), strict=False):
             run["name"] = f"{history.run.path.parent.name}/{history.name} ({number})"
     data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
-    names = " and ".join(run["name"] for run in runs)
     values = {
-        "title": html.escape(f"{names}: report"),
+        "title": html.escape(" and ".join(run["name"] for run in runs) + ": report"),
         "style": (FOLDER / "page.css").read_text(),
         "script": "\n".join((FOLDER / name).read_text() for name in _SCRIPTS),
         "data": orjson.dumps(data).decode().replace("<", "\\u003c"),  # no text of a sample ends the element

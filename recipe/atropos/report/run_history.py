@@ -1,4 +1,4 @@
-"""The history of a run, as its folder has it: what the report shows, read once.
+"""The history of a run, as its folder has it: what the report shows, read once; and what its scores say.
 
 Everything is optional: a run that has trained no step yet, was killed, or was made by an earlier version is read too.
 """
@@ -12,6 +12,8 @@ from heapq import merge
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.evaluations import Evaluation, held_out, read_evaluations
@@ -23,6 +25,7 @@ from recipe.atropos.utils.secret import HIDDEN, without_secrets
 
 SENT = "sent"
 _ADDRESS = re.compile(r"(https?://)(?:[^/\s@]*@)?([^/\s@'\"]+)/[^\s'\"]+")
+_LEAST = 0.02  # change of a held-out score whose number of items is unknown
 OUTCOMES = ("not_sent/", "failed/")  # of an item, beside SENT, in an environment's report
 
 
@@ -84,10 +87,46 @@ class RunHistory:
         """The evaluations of each environment, in order."""
         return held_out(self.evaluations)
 
+    @property
+    def gains(self) -> dict[str, float]:
+        """The change of each held-out score from first to last, 0 where so few items make it by chance.
+
+        Two standard errors of the difference of two shares; environments with one evaluation are left out.
+        """
+        found = {}
+        for name, values in self.held_out.items():
+            if len(values) > 1:
+                (_, before, of, _), (_, after, items, _) = values[0], values[-1]
+                noise = _LEAST
+                if of and items and 0 <= min(before, after) and max(before, after) <= 1:
+                    noise = 2 * float(np.sqrt(before * (1 - before) / of + after * (1 - after) / items))
+                found[name] = after - before if abs(after - before) > noise else 0.0
+        return found
+
+    @property
+    def training_scores(self) -> tuple[float, float, float]:
+        """The mean score of the first and of the last fifth of the steps, and two standard errors of the change.
+
+        Scores are raw: from before a reward bridge shaped them.
+        """
+        scores = np.array(self.column("atropos/mean_raw_score") or self.column("atropos/mean_score"))
+        if not len(scores):
+            return 0.0, 0.0, float("inf")
+        part = max(1, len(scores) // 5)
+        first, last = scores[:part], scores[-part:]
+        noise = 2 * float(np.sqrt((first.var() + last.var()) / part)) if part > 1 else float("inf")
+        return float(first.mean()), float(last.mean()), noise
+
+    @property
+    def score_range(self) -> str:
+        """The lowest and the highest score of a trained row, as shaped; "" if they were not recorded."""
+        low, high = self.column("critic/score/min"), self.column("critic/score/max")
+        return extent(min(low), max(high)) if low and high else ""
+
     @cached_property
     def outcomes(self) -> dict[str, list[Outcomes]]:
-        """What became of the items, by environment, in order; lines without a new item are left out."""
-        return {name: list(_differences(lines)) for name, lines in self.reports.items()}
+        """What became of the items, by environment that has any, in order; lines without a new item are left out."""
+        return {name: found for name, lines in self.reports.items() if (found := list(_differences(lines)))}
 
     def column(self, key: str) -> list[float]:
         """Return a metric of all steps that have it."""
@@ -125,10 +164,8 @@ def read_history(folder: str | Path) -> RunHistory:
         reports.setdefault(path.name.partition(".")[0], []).append(read_lines(path))
     config = without_secrets(read_yaml(run.config)) if run.config.exists() else {}
     holder = run.holder()
-    if holder is None or holder.is_here:
-        running, host = holder is not None and holder.lives(), None
-    else:  # nothing is known of it; it runs unless its launcher has ended its services
-        running, host = (True, holder.host) if read_json(run.services) != {} else (False, None)
+    # Of one elsewhere nothing is known: it runs unless its launcher has ended its services.
+    running = holder is not None and holder.lives() and (holder.is_here or read_json(run.services) != {})
     return RunHistory(
         run,
         read_metrics(run.path),
@@ -139,7 +176,7 @@ def read_history(folder: str | Path) -> RunHistory:
         {name: list(merge(*each, key=lambda line: line["time"])) for name, each in reports.items() if any(each)},
         dict(leaves(config)),
         running,
-        host,
+        holder.host if running and not holder.is_here else None,
     )
 
 
@@ -147,6 +184,16 @@ def shown(value: Any) -> str:
     """Return a setting as the page shows it; its addresses may hold keys, in their paths or before the @."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     return _ADDRESS.sub(rf"\1\2/{HIDDEN}", text)
+
+
+def from_to(before: float, after: float) -> str:
+    """Return two scores as text: three decimals, more where two different ones would look the same."""
+    digits = next((n for n in range(3, 9) if f"{before:.{n}f}" != f"{after:.{n}f}"), 3)
+    return f"{before:.{digits}f} → {after:.{digits}f}".replace("-", "−")
+
+
+def extent(low: float, high: float) -> str:
+    return f"{low:.4g} to {high:.4g}".replace("-", "−")
 
 
 def phases_of(line: Mapping[str, Any]) -> dict[str, float]:

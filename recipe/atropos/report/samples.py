@@ -29,6 +29,7 @@ _ANSWERS = 12  # of an item
 SESSIONS = 256  # that are looked at, for the newest of each environment
 TURNS = 24  # of a session
 PARTS = 8  # of what a turn adds, as many of its reply
+Answer = tuple[str, str, int, str, str, float | None]  # kind, environment, step, prompt, text and score
 _LATER = "Tokens with mask, logprob and advantage: python -m recipe.atropos report RUN writes this page with them."
 
 
@@ -61,13 +62,10 @@ def chosen_rows(rows: list[dict[str, Any]], limit: int = ROWS) -> list[dict[str,
     different = {(row["uid"], row["output"]): row for row in reversed(rows)}.values()
     by_score = sorted(different, key=lambda row: -row["score"])  # stable: the same page for the same run
     order = [*itertools.chain(*zip(by_score, reversed(by_score), strict=True))][: limit // 2]
-    seen = {row["uid"] for row in order}
-    for row in by_score:
-        if row["uid"] not in seen:
-            seen.add(row["uid"])
-            order.append(row)
-    order += by_score
-    return list({id(row): row for row in order}.values())[:limit]
+    of_group: dict[str, dict[str, Any]] = {}
+    for row in (*order, *by_score):
+        of_group.setdefault(row["uid"], row)
+    return list({id(row): row for row in (*order, *of_group.values(), *by_score)}.values())[:limit]
 
 
 def samples(
@@ -139,8 +137,9 @@ def sessions(history: RunHistory) -> tuple[list[dict[str, Any]], str]:
 
         for session in read_sessions(history.run, SESSIONS):
             if session.state.end is not None and session.state.env not in found:
-                turns = [turn | _short(turn) for turn in itertools.islice(turns_of(session), TURNS)]
-                found[session.state.env] = about(session) | {"turns_shown": turns}
+                found[session.state.env] = about(session) | {
+                    "turns_shown": [turn | _short(turn) for turn in itertools.islice(turns_of(session), TURNS)]
+                }
     except Exception as error:
         return [], f"Sessions are not shown: {error}"
     return [*found.values()], ""
@@ -163,28 +162,37 @@ def items(history: RunHistory, rollouts: Mapping[int, list[dict[str, Any]]]) -> 
 
     Held-out items come first, and among them those whose score changed. An answer is ``{"at", "answer", "score"}``.
     """
-    found = [*_held_out(history), *_trained(rollouts)]
+    answers: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for kind, environment, at, prompt, answer, score in itertools.chain(_held_out(history), _trained(rollouts)):
+        of_item = answers[kind, environment, prompt]
+        of_item.setdefault(at, {"at": at, "answer": shortened(answer), "score": score})
+    several = [
+        {
+            "kind": kind,
+            "environment": environment,
+            "prompt": shortened(prompt),
+            "answers": spread([*of_item.values()], _ANSWERS),
+        }
+        for (kind, environment, prompt), of_item in answers.items()
+        if len(of_item) > 1
+    ]
 
     def key(item: dict[str, Any]) -> tuple[bool, bool]:
         scores = [answer["score"] for answer in item["answers"] if answer["score"] is not None]
         return item["kind"] != "held out", not scores or scores[0] == scores[-1]
 
-    by_kind = [list(group) for _, group in itertools.groupby(sorted(found, key=key), key)]
+    by_kind = [list(group) for _, group in itertools.groupby(sorted(several, key=key), key)]
     return [item for group in by_kind for item in spread(group, ITEMS // 2)][:ITEMS]
 
 
-def _held_out(history: RunHistory) -> Iterable[dict[str, Any]]:
+def _held_out(history: RunHistory) -> Iterable[Answer]:
     files = [path for path in history.run.evaluation.glob("*/*/samples.jsonl") if path.parts[-3].isdigit()]
     files.sort(key=lambda path: (path.parts[-2], int(path.parts[-3])))
-    answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     for environment, of_versions in itertools.groupby(files, lambda path: path.parts[-2]):
         for path in spread([*of_versions], _ANSWERS):
             for sample in _recorded_samples(path):
                 if (read := _evaluated(sample)) is not None:
-                    prompt, answer, score = read
-                    at = int(path.parts[-3])
-                    answers[environment, prompt][at] = {"at": at, "answer": shortened(answer), "score": score}
-    return _several(answers, "held out")
+                    yield "held out", environment, int(path.parts[-3]), *read
 
 
 def _recorded_samples(path: Path) -> Iterable[dict[str, Any]]:
@@ -211,18 +219,7 @@ def _evaluated(sample: Mapping[str, Any]) -> tuple[str, str, float | None] | Non
     return prompt, answer, float(score) if isinstance(score, int | float) and math.isfinite(score) else None
 
 
-def _trained(rollouts: Mapping[int, list[dict[str, Any]]]) -> Iterable[dict[str, Any]]:
-    """Prompts that were trained on at several of the steps that were read; of each step, one answer."""
-    answers: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
+def _trained(rollouts: Mapping[int, list[dict[str, Any]]]) -> Iterable[Answer]:
     for step, rows in rollouts.items():
         for row in rows:
-            of_item = answers[row.get("env_name") or "", row["input"]]
-            of_item.setdefault(step, {"at": step, "answer": shortened(row["output"]), "score": row["score"]})
-    return _several(answers, "trained on")
-
-
-def _several(answers: Mapping[tuple[str, str], Mapping[int, Any]], kind: str) -> Iterable[dict[str, Any]]:
-    for (environment, prompt), by_step in answers.items():
-        if len(by_step) > 1:
-            answers_kept = spread([*by_step.values()], _ANSWERS)
-            yield {"kind": kind, "environment": environment, "prompt": shortened(prompt), "answers": answers_kept}
+            yield "trained on", row.get("env_name") or "", step, row["input"], row["output"], row["score"]

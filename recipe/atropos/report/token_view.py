@@ -5,6 +5,7 @@ The run must have kept its batches (``api.retention=all``, the default).
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,10 @@ def rows_of_step(
     if line is None:
         line = {line["step"]: line for line in read_metrics(config.run.dir)}.get(step, {})
     age = line.get("atropos/staleness/max", config.trainer.atropos.get("max_staleness"))  # an old run has none
-    versions = VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age)
     rows, report = groups_to_data_proto(
-        groups or batch_of_step(RunDir(config.run.dir), step), limits, versions=versions
+        groups or batch_of_step(RunDir(config.run.dir), step),
+        limits,
+        versions=VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age),
     )
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
@@ -158,9 +160,8 @@ def token_columns(
             if index is None or left <= 0:
                 continue
             del unused[index]
-            tokens = list(tokens_of_row(recorded, index, tokenizer))
             prompt = int(recorded.batch["attention_mask"][index, :width].sum())
-            tokens = tokens[prompt:][: min(left, of_a_row)]
+            tokens = [*islice(tokens_of_row(recorded, index, tokenizer), prompt, prompt + min(left, of_a_row))]
             left -= len(tokens)
             found[step, place] = {
                 "origin": origin_of_advantages(config, recorded, index),

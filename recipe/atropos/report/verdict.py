@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from recipe.atropos.report.run_history import RunHistory
-from recipe.atropos.report.scores import from_to, gains, training_scores
+from recipe.atropos.report.run_history import RunHistory, from_to
 
 # Steps, before a change of the training score is believed, and before none means anything: the first and last fifth of
 # the demonstration differ by more than their noise from step 20 on with every seed.
@@ -49,12 +48,12 @@ def named(alarm: dict[str, Any]) -> str:
 
 def _outcome(history: RunHistory) -> tuple[str, Level]:
     """By the held-out scores where there are two, else by the scores of training; what is worse has a lower figure."""
-    held = gains(history)
+    held = history.gains
     fell, rose = min(held.values(), default=0.0) < 0, max(held.values(), default=0.0) > 0
     if fell or rose:
         text = "Better on some held-out items, worse on others" if fell and rose else "Got worse" if fell else "Learned"
         return text, "bad" if fell else "good"
-    before, after, noise = training_scores(history)
+    before, after, noise = history.training_scores
     steps = len(history.lines)
     if steps >= _FEW and after - before > noise:
         return ("Learned in training, but not on held-out items", "warn") if held else ("Learned", "good")
@@ -67,11 +66,11 @@ def _outcome(history: RunHistory) -> tuple[str, Level]:
 
 def _figures(history: RunHistory) -> str:
     parts, scores = [], history.held_out
-    for name, gain in gains(history).items():
+    for name, gain in history.gains.items():
         (_, before, *_), (_, after, items, _) = scores[name][0], scores[name][-1]
         several = f" {name}" if len(scores) > 1 else ""
         noise = f"the noise of {items:.0f} items" if items else "its noise"
         parts.append(f"held-out score{several} {from_to(before, after)}" + (f" (within {noise})" if not gain else ""))
-    before, after, _ = training_scores(history)
+    before, after, _ = history.training_scores
     parts.append(f"mean training score {from_to(before, after)}")
     return ", ".join(parts)

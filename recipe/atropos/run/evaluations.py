@@ -89,8 +89,9 @@ def held_out(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Evaluation]]:
         metrics, known = line.get("metrics", {}), found.get(line["env"])
         metric = known[0].metric if known else line.get("main")
         if metric in metrics:
-            evaluation = Evaluation(line["step"], metrics[metric], item_count(metrics), metric)
-            found.setdefault(line["env"], []).append(evaluation)
+            found.setdefault(line["env"], []).append(
+                Evaluation(line["step"], metrics[metric], item_count(metrics), metric)
+            )
     return found
 
 

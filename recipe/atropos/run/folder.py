@@ -23,12 +23,12 @@ import psutil
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.files import (
     PARTIAL,
-    DiskFull,
     RunDirError,
     disk_errors,
     open_lock,
     read_json,
     remove_partial,
+    usable,
     write_json,
 )
 from recipe.atropos.utils.process import process_lives, start_time
@@ -138,19 +138,12 @@ class RunDir:
         if (inherited := self.inherited_lock()) is not None:
             yield inherited
             return
-        try:
-            with disk_errors(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=self.path).close()  # the lock's file may be there already
-                if not self.lock_file.exists() and (holder := self.holder()) is not None and holder.lives():
-                    raise RunDirError(f"run.dir={self.path} is in use by {holder}, of an earlier version: end it first")
-                descriptor = open_lock(self.lock_file)
-        except DiskFull:
-            raise
-        except OSError as error:
-            raise ConfigurationError(
-                f"run.dir={self.path}: {error.strerror}; give a folder that can be written (--run-dir)"
-            ) from error
+        with usable(f"run.dir={self.path}", "a folder that can be written (--run-dir)"), disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()  # the lock's file may be there already
+            if not self.lock_file.exists() and (holder := self.holder()) is not None and holder.lives():
+                raise RunDirError(f"run.dir={self.path} is in use by {holder}, of an earlier version: end it first")
+            descriptor = open_lock(self.lock_file)
         try:
             self._acquire(descriptor, say)
             yield descriptor
@@ -180,9 +173,8 @@ class RunDir:
         Raises:
             OSError: no file is open there, or the disk does not answer.
         """
-        lock = os.fstat(descriptor)
         try:
-            return os.path.samestat(lock, self._locked())
+            return os.path.samestat(os.fstat(descriptor), self._locked())
         except (FileNotFoundError, NotADirectoryError):
             return False
 

@@ -184,7 +184,6 @@ class RunReader:
         total = trainer.get("total_training_steps")
         state = self._state(holder, listing, total)
         services, diagnosis = self._read_services(listing or {}, config, state) if state in ALIVE else ((), None)
-        evaluations = held_out(read_evaluations(self.files.path)).values()
         return RunStatus(
             directory=self.files.path,
             state=state,
@@ -194,14 +193,16 @@ class RunReader:
             max_staleness=trainer.get("atropos", {}).get("max_staleness"),
             series={name: [row[name] for row in self._rows] for name in _SERIES},
             heldout=heldout_scores(self.files.path),
-            heldout_share=all(is_accuracy(each[0].metric) for each in evaluations),
+            heldout_share=all(
+                is_accuracy(each[0].metric) for each in held_out(read_evaluations(self.files.path)).values()
+            ),
             last=self._last,
             seconds_per_step=self._pace(),
             services=services,
             diagnosis=diagnosis,
             waiting=self.files.waiting.exists(),
             alarms=tuple(reversed(left_open(read_lines(self.files.alarms)))),
-            memory=_recent_memory(holder.pid, trainer.get("device") == "cuda") if state in ALIVE else None,
+            memory=measure_memory(holder.pid, trainer.get("device") == "cuda") if state in ALIVE else None,
         )
 
     def _read_metrics(self) -> None:
@@ -224,8 +225,7 @@ class RunReader:
         any, or without a launcher."""
         step = self._last.get("step", 0)
         if holder is not None and holder.is_here and holder.lives():
-            stopping = (listing or {}).get(LAUNCHER, {}).get("ending", False)
-            if stopping or (total is not None and step >= total):
+            if (listing or {}).get(LAUNCHER, {}).get("ending", False) or (total is not None and step >= total):
                 return ENDING
             return RUNNING if self._last.get("time", 0) > holder.started else STARTING
         if is_finished(self.files, step, total):
@@ -317,6 +317,7 @@ def _fetch(base: str | None, path: str, key: str | None, owner: int) -> dict[str
         return None
 
 
+@cached(TTLCache(maxsize=1, ttl=_MEMORY_SECONDS))
 def measure_memory(pid: int, on_gpu: bool) -> Memory:
     """Measure the memory of a process with all its descendants, of this machine and, if ``on_gpu``, of its GPUs."""
     run = 0
@@ -330,6 +331,3 @@ def measure_memory(pid: int, on_gpu: bool) -> Memory:
     sizes = [(int(used) << 20, int(total) << 20) for used, total in gpus if used.isdigit() and total.isdigit()]
     machine = psutil.virtual_memory()
     return Memory(run, machine.available, machine.total, tuple(sizes))
-
-
-_recent_memory = cached(TTLCache(maxsize=1, ttl=_MEMORY_SECONDS))(measure_memory)

@@ -15,6 +15,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from textwrap import indent
 from typing import Any
 
@@ -65,7 +66,7 @@ class Trackers(contextlib.AbstractContextManager["Trackers"]):
         if "wandb" in trainer.logger:
             _name_wandb_run(RunDir(config.run.dir), resumed=done > 0)
         public = public_config(config)
-        self._trackers = [_Tracker(name, _starter(name, trainer, public, done)) for name in trainer.logger]
+        self._trackers = [_Tracker(name, partial(_start, name, trainer, public, done)) for name in trainer.logger]
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for tracker in self._trackers:
@@ -135,32 +136,26 @@ class _Tracker:
         logger.warning("trainer.logger=%s is left out from now on: %s; metrics.jsonl has all metrics", self.name, why)
 
 
-def _starter(name: str, trainer: DictConfig, public: dict[str, Any], done: int) -> Callable[[], Tracking]:
-    def start() -> Tracking:
-        return Tracking(trainer.project_name, trainer.experiment_name, [name], config=public)
+def _start(name: str, trainer: DictConfig, public: dict[str, Any], done: int) -> Tracking:
+    """Start a tracker: W&B offline if it cannot go online, TensorBoard without the steps after ``done``."""
+    start = partial(Tracking, trainer.project_name, trainer.experiment_name, [name], config=public)
+    try:
+        tracking = start()
+    except BaseException as error:
+        if name != "wandb" or isinstance(error, ImportError):
+            raise
+        logger.warning("W&B tracks offline (%s); `wandb sync` uploads $WANDB_DIR/wandb", error)
+        import wandb
 
-    def start_tensorboard() -> Tracking:
+        wandb.teardown()  # a session keeps the settings that it began with
+        os.environ["WANDB_MODE"] = "offline"
+        tracking = start()
+    if name == "tensorboard":
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        tracking = start()
         begin = Event(step=done + 1, session_log=SessionLog(status=SessionLog.START))
         tracking.logger["tensorboard"].writer.file_writer.add_event(begin)
-        return tracking
-
-    def start_wandb() -> Tracking:
-        try:
-            return start()
-        except ImportError:
-            raise
-        except BaseException as error:
-            logger.warning("W&B tracks offline (%s); `wandb sync` uploads $WANDB_DIR/wandb", error)
-            import wandb
-
-            wandb.teardown()  # a session keeps the settings that it began with
-            os.environ["WANDB_MODE"] = "offline"
-            return start()
-
-    return {"wandb": start_wandb, "tensorboard": start_tensorboard}.get(name, start)
+    return tracking
 
 
 def _end_wandb_process() -> None:
@@ -189,10 +184,9 @@ def _log_samples(name: str, tracker: Any, step: int, samples: list[list[Any]]) -
     if name == "wandb":
         tracker.log({"a_overview/samples": tracker.Table(columns=list(_COLUMNS), data=samples)}, step=step)
     elif name == "tensorboard":
-        rows = [dict(zip(_COLUMNS, sample, strict=True)) for sample in samples]
         text = "\n\n---\n\n".join(
             f"**{row['env_name']}**, score {row['score']:+g}, versions {row['policy_version_min']} to "
             f"{row['policy_version_max']}\n\n{indent(row['input'], 4 * ' ')}\n\n{indent(row['output'], 4 * ' ')}"
-            for row in rows
+            for row in (dict(zip(_COLUMNS, sample, strict=True)) for sample in samples)
         )
         tracker.writer.add_text("a_overview/samples", text, step)

@@ -73,8 +73,9 @@ class DataSourceConfig:
         """Build from the full configuration."""
         values = config.trainer.atropos
         own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        joined = config.environment.target is None and not config.environments
-        return cls(**own, joined=joined, secret=config.inference.api_key)
+        return cls(
+            **own, joined=config.environment.target is None and not config.environments, secret=config.inference.api_key
+        )
 
     @property
     def longest_wait(self) -> tuple[str, float]:
@@ -88,9 +89,10 @@ class DataSourceConfig:
         return sum(min(self.retry_delay * 2**i, LONGEST_PAUSE) for i in range(self.retry_attempts - 1))
 
     def client(self) -> TrajectoryApiClient:
-        held = self.longest_wait[1]
         return TrajectoryApiClient(
-            self.api_url, self.secret, self.retry_timeout, self.timeout, held, first_pause=self.retry_delay
+            *(self.api_url, self.secret, self.retry_timeout, self.timeout),
+            held=self.longest_wait[1],
+            first_pause=self.retry_delay,
         )
 
 
@@ -177,8 +179,10 @@ class DataSource:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of batches fetched ahead, and the recovered failures."""
-        events = {f"atropos/api/{event}": n for event, n in self.events.items() if n}
-        return {"atropos/batches_ahead": len(self), **events}
+        return {
+            "atropos/batches_ahead": len(self),
+            **{f"atropos/api/{name}": n for name, n in self.events.items() if n},
+        }
 
     def weights_pushed(self, through: int) -> None:
         """Tell the API that the servers hold weights that contain the batches through ``through``."""
@@ -210,9 +214,9 @@ class DataSource:
         raise self._error
 
     def _unusable(self, error: TrajectoryApiError) -> DataSourceError:
-        silent = error.status is None and self._registered.is_set()
-        limit = f" (trainer.atropos.max_wait_time={self.config.max_wait_time:g} s)" if silent else ""
-        return DataSourceError(f"{error}{limit}")
+        if error.status is None and self._registered.is_set():
+            return DataSourceError(f"{error} (trainer.atropos.max_wait_time={self.config.max_wait_time:g} s)")
+        return DataSourceError(str(error))
 
     async def diagnosis(self) -> str:
         """Return a sentence on why no batch arrives."""
@@ -229,14 +233,13 @@ class DataSource:
     def _take(self, seconds: float) -> NumberedBatch | None:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error is not None, timeout=seconds)
-            if not self._ready:
-                if self._error is not None:
-                    raise self._error
-                self._training = False
-                return None
-            batch = self._ready.popleft()
-            self._changed.notify_all()
-            return batch
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            if self._error is not None:
+                raise self._error
+            self._training = False
+            return None
 
     def _run(self) -> None:
         """Fetch in a thread of its own; what ends it is raised in the trainer's."""
@@ -257,17 +260,15 @@ class DataSource:
             self._client.retry_timeout = max(self.config.retry_timeout, self.config.max_wait_time)
             after = self.after
             while not self._stopping:
-                if not await asyncio.to_thread(self._wait_for_room):
-                    if self._stopping:
-                        return
+                if await asyncio.to_thread(self._wait_for_room):
+                    batch = await self._client.batch(after, wait=_POLL_SECONDS, prefetch=self._training)
+                    self.events["api_unreachable"] = self._client.again
+                    if batch is not None:
+                        after = batch.number
+                        self._add([batch])
+                elif not self._stopping:
                     with contextlib.suppress(TrajectoryApiError):  # the next request that matters says so
                         await self._client.status()  # a heartbeat: nothing is fetched while a step takes long
-                    continue
-                batch = await self._client.batch(after, wait=_POLL_SECONDS, prefetch=self._training)
-                self.events["api_unreachable"] = self._client.again
-                if batch is not None:
-                    after = batch.number
-                    self._add([batch])
 
     def _add(self, batches: list[NumberedBatch]) -> None:
         with self._changed:

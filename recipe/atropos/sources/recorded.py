@@ -4,6 +4,7 @@ Replaying a run's batches with its configuration reproduces its weights: bit for
 varying order unless ``actor.fsdp_config.full_determinism`` is set.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,12 @@ from recipe.atropos.trajectory_api import records
 from recipe.atropos.trajectory_api.client import NumberedBatch
 
 
-class RecordedSource:
+class RecordedSource(contextlib.AbstractContextManager["RecordedSource"]):
     """Drop-in replacement for ``DataSource`` that returns the batches of a store that follow number ``after``."""
 
     def __init__(self, directory: str | Path, after: int):
         self.directory = Path(directory)
         self.after = after
-
-    def __enter__(self) -> "RecordedSource":
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass

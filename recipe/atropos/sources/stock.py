@@ -47,35 +47,31 @@ def open_source(
         DataSourceError: it does not answer.
     """
     own = DataSourceConfig.from_config(config)
-    source = StockSource if _is_stock(own) else DataSource
+    source = StockSource if asyncio.run(_is_stock(own)) else DataSource
     return source(own, registration_of(config, starting_step), after, meanwhile=meanwhile)
 
 
-def _is_stock(config: DataSourceConfig) -> bool:
+async def _is_stock(config: DataSourceConfig) -> bool:
     """Return whether the server is atroposlib's; log what that means.
 
     Raises:
         DataSourceError: it does not answer.
     """
-
-    async def ask() -> bool:
-        async with config.client() as client:
-            try:
-                await client.diagnose()
-            except TrajectoryApiError as error:
-                if error.status == 404:
-                    return True
-                key = "trainer.atropos.api_url"
-                raise DataSourceError(f"{key}={config.api_url}: {error}; start it or correct {key}") from error
+    async with config.client() as client:
+        try:
+            await client.diagnose()
             return False
-
-    if stock := asyncio.run(ask()):
-        logger.warning(
-            "%s is atroposlib's run-api: what it holds is lost with it or with the trainer, a batch whose connection "
-            "breaks too, and max_staleness only drops; python -m recipe.atropos.trajectory_api loses nothing",
-            config.api_url,
-        )
-    return stock
+        except TrajectoryApiError as error:
+            if error.status != 404:
+                raise DataSourceError(
+                    f"trainer.atropos.api_url={config.api_url}: {error}; start it or correct trainer.atropos.api_url"
+                ) from error
+    logger.warning(
+        "%s is atroposlib's run-api: what it holds is lost with it or with the trainer, a batch whose connection "
+        "breaks too, and max_staleness only drops; python -m recipe.atropos.trajectory_api loses nothing",
+        config.api_url,
+    )
+    return True
 
 
 class StockSource(DataSource):

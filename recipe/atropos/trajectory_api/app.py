@@ -159,8 +159,9 @@ def _inflated(body: bytes) -> bytes:
 def _answer(value: Any, status_code: int = 200) -> web.Response:
     if isinstance(value, str):
         return web.Response(text=value)
-    body = value if isinstance(value, bytes) else orjson.dumps(value)
-    return web.Response(body=body, status=status_code, headers=_JSON)
+    return web.Response(
+        body=value if isinstance(value, bytes) else orjson.dumps(value), status=status_code, headers=_JSON
+    )
 
 
 async def _written(request: web.BaseRequest, response: web.StreamResponse, parts: Iterable[bytes]) -> bool:
@@ -217,8 +218,7 @@ async def batch(
     if after is not None:
         number = await delivery.numbered_batch(service, after, wait, caller.epoch, prefetch)
     elif service.trainer is None:
-        text = "Trainer not registered. Call /register first."
-        return {"status": "error", "message": text, "batch": []}
+        return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
     else:
         number = await delivery.stock_batch(service)
     if number is None:
@@ -226,8 +226,11 @@ async def batch(
     epoch = service.epoch
     records = await service.store.read(database.read_batch, number)
     if not records:
-        gone = f"batch {number} is not in this store, or a trainer registered meanwhile"
-        raise RequestRefused(409, f"{gone}; ask again, or register with after=N, a batch that the store has")
+        raise RequestRefused(
+            409,
+            f"batch {number} is not in this store, or a trainer registered meanwhile; ask again, or register with "
+            "after=N, a batch that the store has",
+        )
     response, parts = web.StreamResponse(headers=_JSON), _json_parts(number, records, after is not None)
     if wire.PACKED in caller.request.headers.get("Accept", ""):
         response = web.StreamResponse(headers={"Content-Type": wire.PACKED, wire.BATCH_HEADER: str(number)})

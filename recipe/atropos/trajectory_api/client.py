@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import aiohttp
 import orjson
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential
-from tenacity.stop import stop_base
 
 from recipe.atropos.data.scored_group import Group, ScoredGroup, unpack_all
 from recipe.atropos.errors import AtroposError
@@ -64,24 +63,6 @@ class NumberedBatch(NamedTuple):
     groups: Sequence[Group]
 
 
-class _Limits(stop_base):
-    """Stops after ``retry`` s without an answer, or ``held`` s, if that is longer, while the API cannot store."""
-
-    def __init__(self, retry: float, held: float):
-        self._retry, self._held = retry, max(retry, held)
-        self._lived = 0.0  # s after the start
-
-    def of(self, error: TrajectoryApiError) -> float:
-        return self._held if error.trouble else self._retry
-
-    def __call__(self, state: RetryCallState) -> bool:
-        error, elapsed = state.outcome.exception(), state.seconds_since_start
-        if error.trouble:
-            self._lived = elapsed
-        since = 0.0 if error.trouble else self._lived
-        return elapsed - since >= self.of(error)
-
-
 class TrajectoryApiClient:
     """Use as an asynchronous context manager. ``secret`` is sent as a bearer token. Times are in seconds.
 
@@ -110,10 +91,12 @@ class TrajectoryApiClient:
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
 
     async def __aenter__(self) -> "TrajectoryApiClient":
-        # No compression: it costs more time than it saves on the loopback or a cluster's network.
-        headers = {"Accept-Encoding": "identity", **self._headers}
-        connector = OwnServers() if self._headers else None
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_READ_BUFFER)
+        self._session = aiohttp.ClientSession(
+            connector=OwnServers() if self._headers else None,
+            # No compression: it costs more time than it saves on the loopback or a cluster's network.
+            headers={"Accept-Encoding": "identity", **self._headers},
+            read_bufsize=_READ_BUFFER,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -297,21 +280,40 @@ class TrajectoryApiClient:
         return await self._until_answered(attempt)
 
     async def _until_answered(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Try again for ``retry_timeout`` s without an answer, or ``held`` s, if that is longer, while the API cannot
+        store.
+        """
+        lived = 0.0  # s after the start, when it last said that it cannot
+
+        def limit(error: TrajectoryApiError) -> float:
+            return max(self.retry_timeout, self._held_timeout) if error.trouble else self.retry_timeout
+
+        def is_over(state: RetryCallState) -> bool:
+            nonlocal lived
+            error, elapsed = state.outcome.exception(), state.seconds_since_start
+            if error.trouble:
+                lived = elapsed
+            return elapsed - (0.0 if error.trouble else lived) >= limit(error)
+
         def say(state: RetryCallState) -> None:
             error = state.outcome.exception()
             logger.warning("%s; trying again", error.trouble or error)
             self.again += 1
 
-        limits = _Limits(self.retry_timeout, self._held_timeout)
-        retry = retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change)
-        wait = wait_exponential(self._first_pause, max=LONGEST_PAUSE)
+        attempts = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, TrajectoryApiError) and error.may_change),
+            wait=wait_exponential(self._first_pause, max=LONGEST_PAUSE),
+            stop=is_over,
+            before_sleep=say,
+            reraise=True,
+        )
         try:
-            return await AsyncRetrying(retry=retry, wait=wait, stop=limits, before_sleep=say, reraise=True)(attempt)
+            return await attempts(attempt)
         except TrajectoryApiError as error:
             if not error.may_change:
                 raise
             why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
-            raise TrajectoryApiError(f"{error}, for {limits.of(error):g} s; {why}") from error.__cause__
+            raise TrajectoryApiError(f"{error}, for {limit(error):g} s; {why}") from error.__cause__
 
     async def _trouble(self) -> str:
         """Return why the API holds its answers, "" if it does not or is silent."""

@@ -121,14 +121,15 @@ def endpoint(
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         types = get_type_hints(function, include_extras=True)
         given = [*inspect.signature(function).parameters.values()][1:]
-        fields: list[Any] = []
-        for one in given:
-            if one.name not in ("message", "body", "caller"):
-                default = () if one.default is one.empty else (one.default,)
-                fields.append((one.name, types[one.name], *default))
+        fields = [
+            (one.name, types[one.name], msgspec.NODEFAULT if one.default is one.empty else one.default)
+            for one in given
+            if one.name not in ("message", "body", "caller")
+        ]
         message = msgspec.defstruct(function.__name__, fields) if fields else types.get("message")
-        wants = frozenset(one.name for one in given)
-        ENDPOINTS[method, path] = Endpoint(function, message, wants, for_trainers, with_epoch)
+        ENDPOINTS[method, path] = Endpoint(
+            function, message, frozenset(one.name for one in given), for_trainers, with_epoch
+        )
         return function
 
     return add

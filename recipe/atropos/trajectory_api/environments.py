@@ -81,7 +81,7 @@ class RegisteredEnvironments:
 
     def touch(self, number: int | None) -> RegisteredEnvironment | None:
         """Note that an environment lives, and return it; None if it is unknown."""
-        environment = self.by_id.get(number) if number is not None else None
+        environment = self.by_id.get(number)
         if environment is not None:
             environment.seen = time.monotonic()
         return environment

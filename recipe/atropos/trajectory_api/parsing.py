@@ -124,18 +124,21 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
             raise ValueError
     if scores is None or not {"tokens", "masks"} <= flat.keys() or len(scores) != len(lengths or ()):
         raise ValueError
-    floats = {name: flat[name] for name in FLOATS if name in flat}
     return ScoredGroup(
-        np.array(lengths, np.int64), flat["tokens"], flat["masks"], scores, floats, raw, env_id
+        np.array(lengths, np.int64),
+        flat["tokens"],
+        flat["masks"],
+        scores,
+        {name: flat[name] for name in FLOATS if name in flat},
+        raw,
+        env_id,
     ), brackets
 
 
 def _load(body: bytes) -> Any:
     """Return a JSON document; NaN and infinities, which are not JSON but which Python writes, are read."""
-    try:
+    with contextlib.suppress(orjson.JSONDecodeError):
         return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        pass
     try:
         document = json.loads(body)
         body.decode()  # json.loads takes other encodings too

@@ -37,12 +37,9 @@ def list_all(data_dir: Path) -> None:
     """Print a line for each batch that is kept, and what is queued."""
     with _opened(data_dir) as connection:
         print(f"{'batch':>8} {'groups':>8} {'sequences':>10} {'tokens':>12} {'envs':>5}  newest group")
-        for batch in database.list_batches(connection):
-            newest = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(batch["newest"]))
-            print(
-                f"{batch['number']:8} {batch['groups']:8} {batch['sequences']:10} {batch['tokens']:12} "
-                f"{batch['environments']:5}  {newest}"
-            )
+        for number, groups, sequences, tokens, environments, newest in database.list_batches(connection):
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest))
+            print(f"{number:8} {groups:8} {sequences:10} {tokens:12} {environments:5}  {at}")
         queued = database.queued(connection)
         print(f"{'queued':>8} {len(queued):8} {sum(entry.size for entry in queued):10}")
 
@@ -63,7 +60,7 @@ def read(data_dir: Path, number: int) -> list[ScoredGroup]:
         records = database.read_batch(connection, number)
         if not records:
             kept = database.list_batches(connection)
-            there = f"it has batches {kept[0]['number']} to {kept[-1]['number']}" if kept else "it has none"
+            there = f"it has batches {kept[0][0]} to {kept[-1][0]}" if kept else "it has none"
             raise TrajectoryStoreError(f"number={number}: {data_dir} has no such batch; {there}")
         return [unpack(record) for record in records]
 
@@ -72,9 +69,9 @@ def export(data_dir: Path, file: Path) -> None:
     """Write all batches that are kept to a file of JSON lines."""
     with _opened(data_dir) as connection, disk_errors(file), open(file, "wb") as lines:
         batches = database.list_batches(connection)
-        for batch in batches:
-            groups = b",".join(unpack(record).to_json() for record in database.read_batch(connection, batch["number"]))
-            lines.write(b'{"number":%d,"batch":[%b]}\n' % (batch["number"], groups))
+        for number, *_ in batches:
+            groups = b",".join(unpack(record).to_json() for record in database.read_batch(connection, number))
+            lines.write(b'{"number":%d,"batch":[%b]}\n' % (number, groups))
     print(f"{len(batches)} batches exported to {file}")
 
 

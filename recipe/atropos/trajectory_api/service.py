@@ -128,9 +128,10 @@ class TrajectoryService:
             self.environments.by_id[number] = msgspec.convert({"id": number, **values}, RegisteredEnvironment)
         self.environments.apply_shares(self.queue)
         if (values := run.get("registration")) is not None:
-            registration = msgspec.convert(values, Registration)
-            base, weights, empty = run["base"], run["weights"], set(run.get("empty", ()))
-            self.trainer = RegisteredTrainer(registration, base, weights, time.monotonic(), empty)
+            self.trainer = RegisteredTrainer(
+                msgspec.convert(values, Registration),
+                *(run["base"], run["weights"], time.monotonic(), set(run.get("empty", ()))),
+            )
         for entry in loaded.entries:
             self.queue.add(self.known(entry))
         if self.trainer is not None:
@@ -209,8 +210,10 @@ class TrajectoryService:
         if bound is None and last > self.last + ahead:
             return f"{ahead} batches are queued or begun"
         if bound is not None and last > bound:
-            weights = f"the servers' weights have the batches through {self.trainer.weights}"
-            return f"its group would be in batch {last}, and may be in {bound} at most: {weights}"
+            return (
+                f"its group would be in batch {last}, and may be in {bound} at most: the servers' weights have the "
+                f"batches through {self.trainer.weights}"
+            )
         return ""
 
     def why_no_ticket(self, env: int) -> str:
@@ -286,8 +289,7 @@ class TrajectoryService:
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
         alive = {environment.id for environment in self.environments if environment.alive}
-        dead = [entry.number for entry in self.queue.tickets.values() if entry.env not in alive]
-        self.release("environment_gone", *dead)
+        self.release("environment_gone", *(n for n, entry in self.queue.tickets.items() if entry.env not in alive))
 
     def release_hung(self) -> None:
         """Release tickets for which the trainer waits much longer than their environments' tickets usually take.
@@ -307,8 +309,10 @@ class TrajectoryService:
             usual, least = (max(env.seconds), _HUNG_SECONDS) if known else (of_all, _HUNG_FIRST_SECONDS)
             if usual and waited > max(least, _HUNG_MULTIPLE * usual):
                 whose = "whose groups" if known else "which has posted few; groups of others"
-                why = "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released"
-                logger.warning(why, self.last + 1, waited, entry.number, env.name, whose, usual)
+                logger.warning(
+                    "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released",
+                    *(self.last + 1, waited, entry.number, env.name, whose, usual),
+                )
                 self.queue.hung[entry.number] = entry
                 self.release("hung", entry.number)
 
@@ -316,9 +320,8 @@ class TrajectoryService:
         """Forget environments that are long gone and have nothing in the queue; the totals keep what was counted."""
         before = time.monotonic() - FORGET_SECONDS
         long_gone = {one.id for one in self.environments if not one.alive and one.seen < before}
-        if long_gone:
-            kept = max(self.environments.by_id)  # from which the next number is counted
-            long_gone -= {kept, *(entry.env for entry in self.queue)}
+        if long_gone:  # the newest stays: the next number is counted from it
+            long_gone -= {max(self.environments.by_id), *(entry.env for entry in self.queue)}
         for number in long_gone:
             del self.environments.by_id[number], self.queue.environments[number]
             self.store.write(database.forget_environment, number)
@@ -328,8 +331,7 @@ class TrajectoryService:
         entries = [entry for ticket in tickets if (entry := self.queue.claim(ticket)) is not None]
         for entry in entries:
             self.queue.close(entry)
-            environment = self.environments.by_id.get(entry.env) if entry.env is not None else None
-            self.count(f"released/{reason}", 1, environment)
+            self.count(f"released/{reason}", 1, self.environments.by_id.get(entry.env))
         if not entries:
             return None
         self.changed()

@@ -29,10 +29,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.trajectory_api import database
 from recipe.atropos.trajectory_api.database import RESTORE, TrajectoryStoreError
-from recipe.atropos.utils.files import open_lock
+from recipe.atropos.utils.files import open_lock, usable
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +74,9 @@ class TrajectoryStore:
         self.path = self.folder / DATABASE
         self.trouble = ""
         self._failure: Exception | None = None
-        try:
+        with usable(f"data-dir={folder}", "a folder that can be written"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = open_lock(self.folder / "lock")
-        except OSError as error:
-            raise ConfigurationError(
-                f"data-dir={folder}: {error.strerror}; give a folder that can be written"
-            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with named_errors(self.path):
@@ -89,8 +84,9 @@ class TrajectoryStore:
         except BaseException as error:
             os.close(self._lock)
             if isinstance(error, BlockingIOError):
-                what = f"data-dir={folder}: another server uses it; end that one, or give another folder"
-                raise TrajectoryStoreError(what) from None
+                raise TrajectoryStoreError(
+                    f"data-dir={folder}: another server uses it; end that one, or give another folder"
+                ) from None
             raise
         self._reader: sqlite3.Connection | None = None
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="trajectory-reader")
@@ -155,8 +151,7 @@ class TrajectoryStore:
 
     def size(self) -> int:
         """Return the bytes on disk."""
-        files = (self.path, self.path.with_name(f"{DATABASE}-wal"))
-        return sum(path.stat().st_size for path in files if path.exists())
+        return sum(p.stat().st_size for p in (self.path, self.path.with_name(f"{DATABASE}-wal")) if p.exists())
 
     # ------------------------------------------------------------------ the reading thread
 
@@ -188,9 +183,8 @@ class TrajectoryStore:
                 results = self._transaction(batch)
             except Exception as error:
                 if not _is_full(error, self.folder):
-                    failure = self._fail(error)
                     for *_, future in batch:
-                        future.set_exception(failure)
+                        future.set_exception(self._fail(error))
                     return
                 if not self.trouble:
                     logger.error("%s: %s; answers wait until there is room", self.path, error)

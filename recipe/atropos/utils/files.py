@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import orjson
 import yaml
 
-from recipe.atropos.errors import AtroposError
+from recipe.atropos.errors import AtroposError, ConfigurationError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = ".partial"  # suffix of files that are being written; their names begin with "."
@@ -71,6 +71,19 @@ def disk_errors(path: str | Path) -> Iterator[None]:
         if error.errno in FULL and not isinstance(error, DiskFull):
             raise DiskFull(path) from error
         raise
+
+
+@contextlib.contextmanager
+def usable(what: str, instead: str) -> Iterator[None]:
+    """Raise ConfigurationError, which says ``what`` cannot be used and to give ``instead``, if the block cannot read or
+    write there; DiskFull passes.
+    """
+    try:
+        yield
+    except DiskFull:
+        raise
+    except OSError as error:
+        raise ConfigurationError(f"{what}: {error.strerror or error}; give {instead}") from error
 
 
 def disk_is_full(path: str | Path) -> bool:

@@ -9,8 +9,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.config.compose import leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.report.alarm_list import all_alarms
-from recipe.atropos.report.run_history import read_history
-from recipe.atropos.report.scores import from_to
+from recipe.atropos.report.run_history import from_to, read_history
 from recipe.atropos.report.verdict import verdict
 from recipe.atropos.utils.files import append_line
 from recipe.atropos.watchdog.alarms import ALARMS

@@ -66,7 +66,7 @@ async def test_batches_keep_their_order_and_return_in_that_of_groups(store):
     assert await store.read(database.read_batch, 4) == []
     assert await store.write(database.delete_batches, 1, 1), "more may be left"
     assert not await store.write(database.delete_batches, 1, 1)
-    assert [batch["number"] for batch in await store.read(database.list_batches)] == [2, 3]
+    assert [number for number, *_ in await store.read(database.list_batches)] == [2, 3]
     assert await store.read(database.read_record, 2) is None
     assert [entry.id for entry in await store.write(database.register, last=1)] == [1, 3, 4]
     assert [entry.id for entry in await store.read(database.queued)] == [1, 3, 4, 5]

@@ -1,7 +1,6 @@
 """Rules about the SGLang servers, the gateway, and the Trajectory API's queue, each threshold beside its reason."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from recipe.atropos.watchdog.history import History, ServerHistory
 from recipe.atropos.watchdog.registry import RESPONSE, STALENESS, Finding, InStep, alarm
@@ -85,47 +84,54 @@ def _empty_batches(history: History, now: float) -> Iterator[Finding]:
 )
 def _servers_and_gateway(history: History, now: float) -> Iterator[Finding]:
     """Yield the first finding of each alarm, with the number of others."""
-    found: dict[str, list[Finding]] = {}
-    for finding in _servers(history, now):
-        found.setdefault(finding.alarm, []).append(finding)
-    for first, *others in found.values():
-        yield replace(first, seen=f"{first.seen}; so for {len(others)} others") if others else first
+    found: dict[str, list[tuple[float, str]]] = {}
+    for name, since, text in _servers(history, now):
+        found.setdefault(name, []).append((since, text))
+    for name, [(since, text), *others] in found.items():
+        text += f"; so for {len(others)} others" if others else ""
+        yield Finding(name, text, since, history.step_at(since))
 
 
-def _servers(history: History, now: float) -> Iterator[Finding]:
-    limits = history.limits
-    if history.gateway_silent is not None:
-        if now - history.gateway_silent > limits.silent_after:
-            text = f"the gateway has not answered for {now - history.gateway_silent:.0f} s; see logs/gateway.log"
-            yield Finding("server_unhealthy", text, history.gateway_silent, history.step_at(history.gateway_silent))
+def _servers(history: History, now: float) -> Iterator[tuple[str, float, str]]:
+    """Yield an alarm, since when, and what was seen."""
+    limits, silent = history.limits, history.gateway_silent
+    if silent is not None:
+        if now - silent > limits.silent_after:
+            yield (
+                "server_unhealthy",
+                silent,
+                f"the gateway has not answered for {now - silent:.0f} s; see logs/gateway.log",
+            )
         return
-    serving = any(server.state == "admitted" for server in history.servers.values())
-    for server in history.servers.values():
-        out = now - server.since
-        if limits.push_every > 1 and serving and server.state == "waiting":  # which ends with the next push
+    serving = any(server.status["state"] == "admitted" for server in history.servers.values())
+    for url, server in history.servers.items():
+        status, out = server.status, now - server.since
+        if limits.push_every > 1 and serving and status["state"] == "waiting":  # which ends with the next push
             out = now - history.pushed if history.pushed > server.since else 0.0
-        reason = f" ({server.error})" if server.error else ""
-        if server.state == "admitted":
+        reason = f" ({status['last_error']})" if status["last_error"] else ""
+        if status["state"] == "admitted":
             quiet = now - server.pulse.last
-            if server.inflight and quiet > server.pulse.limit(limits):
-                text = f"{server.url} has {server.inflight} requests in flight and has finished none for {quiet:.0f} s"
-                yield Finding("server_unhealthy", text, server.pulse.last, history.step_at(server.pulse.last))
+            if status["inflight"] and quiet > server.pulse.limit(limits):
+                text = f"{url} has {status['inflight']} requests in flight and has finished none for {quiet:.0f} s"
+                yield "server_unhealthy", server.pulse.last, text
         elif history.version is not None and out > limits.silent_after:
-            if server.state == "waiting" or _OTHER_WEIGHTS in server.error:
-                text = f"{server.url} is without version {history.version} for {out:.0f} s{reason}"
-                yield Finding("server_out_of_sync", text, server.since, history.step_at(server.since))
+            if status["state"] == "waiting" or _OTHER_WEIGHTS in reason:
+                text = f"{url} is without version {history.version} for {out:.0f} s{reason}"
+                yield "server_out_of_sync", server.since, text
             else:
-                text = f"{server.url} is {server.state} for {out:.0f} s{reason}; {history.held} requests wait"
-                yield Finding("server_unhealthy", text, server.since, history.step_at(server.since))
+                text = f"{url} is {status['state']} for {out:.0f} s{reason}; {history.held} requests wait"
+                yield "server_unhealthy", server.since, text
     yield from _slow(history)
     if history.behind is not None and now - history.behind > limits.silent_after:
         trained = history.steps[-1]["atropos/policy_version"]
         text = f"the gateway has version {history.version} for {now - history.behind:.0f} s, the trainer {trained:.0f}"
-        yield Finding("server_out_of_sync", text, history.behind, history.step_at(history.behind))
+        yield "server_out_of_sync", history.behind, text
 
 
-def _slow(history: History) -> Iterator[Finding]:
-    admitted = [server for server in history.servers.values() if server.state == "admitted" and server.finished]
+def _slow(history: History) -> Iterator[tuple[str, float, str]]:
+    admitted = [
+        server for server in history.servers.values() if server.status["state"] == "admitted" and server.finished
+    ]
     for server in admitted:
         others = [_finished_requests(other) for other in admitted if other is not server]
         busy = sum(busy for _, _, busy in server.finished)
@@ -133,11 +139,12 @@ def _slow(history: History) -> Iterator[Finding]:
             continue
         mean = sum(others) / len(others)
         if mean >= _SLOW_REQUESTS and _finished_requests(server) < _SLOW * mean:
-            text = (
-                f"{server.url} finished {_finished_requests(server)} requests in a minute, the others {mean:.0f} each"
+            yield (
+                "server_unhealthy",
+                server.finished[0][0],
+                f"{server.status['url']} finished {_finished_requests(server)} requests in a minute, the others "
+                f"{mean:.0f} each",
             )
-            since = server.finished[0][0]
-            yield Finding("server_unhealthy", text, since, history.step_at(since))
 
 
 def _finished_requests(server: ServerHistory) -> int:
