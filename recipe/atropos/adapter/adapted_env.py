@@ -48,8 +48,9 @@ class AdaptedEnv(CommandLine, Lifecycle):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         chat_templates_give_lists()
         settings = self.adapter_settings
-        name = config.wandb_name or self.name or type(self).__name__
-        self.report = EnvReport(name, settings.report, settings.replica or 0)
+        self.report = EnvReport(
+            config.wandb_name or self.name or type(self).__name__, settings.report, settings.replica or 0
+        )
         take_part(self, config, settings)
         self._failure: Exception | None = None  # ends the environment
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's

@@ -121,8 +121,7 @@ class Calls:
 
         async def request(n: int) -> list[SampledReply]:
             answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
-            found = map(read_reply, answers if isinstance(answers, list) else [answers])
-            return [reply for reply in found if reply is not None]
+            return [*filter(None, map(read_reply, answers if isinstance(answers, list) else [answers]))]
 
         replies = await self._whole(request, params.get("n", 1), client.url, "/generate")
         for reply in replies:
@@ -219,8 +218,12 @@ def sglang_servers(manager: Any) -> list[SGLangServer]:
 def client_of(server: APIServerConfig, timeout: float | None = None) -> SGLangClient:
     """Return a client of the server; ``timeout`` of a call in s, None for the server's."""
     url = server.base_url.removesuffix("/").removesuffix("/v1")
-    own = server.api_key == os.environ.get(API_KEY_VARIABLE)
-    return SGLangClient(url, server.api_key or None, timeout or server.timeout, own=own)
+    return SGLangClient(
+        url,
+        server.api_key or None,
+        timeout or server.timeout,
+        own=server.api_key == os.environ.get(API_KEY_VARIABLE),
+    )
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -340,7 +343,7 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the arguments into those for the chat template, as SGLang does, and the others."""
-    others = {**kwargs, **(kwargs.get("extra_body") or {})}
+    others = {**kwargs, **(kwargs.get("extra_body") or {}), "extra_body": None}
     reasoning, effort = others.pop("reasoning", None) or {}, others.pop("reasoning_effort", None)
     effort = effort or reasoning.get("effort")
     template = {}
@@ -348,7 +351,6 @@ def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[st
         template = dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
     if effort:
         template["reasoning_effort"] = effort
-    others.pop("extra_body", None)
     return template | (others.pop("chat_template_kwargs", None) or {}), others
 
 
@@ -356,15 +358,20 @@ def openai_response(chat: bool, model: str, prompt_tokens: int, replies: Sequenc
     """Return a ChatCompletion, or a Completion, of replies: their text, number of tokens, and finish reason."""
     tokens = sum(size for _, size, _ in replies)
     said = [{"message": {"role": "assistant", "content": text}} if chat else {"text": text} for text, _, _ in replies]
-    answer = {
-        "id": uuid.uuid4().hex,
-        "created": int(time.time()),
-        "model": model,
-        "object": "chat.completion" if chat else "text_completion",
-        "choices": [
-            {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
-            for index, (_, _, reason) in enumerate(replies)
-        ],
-        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens},
-    }
-    return (ChatCompletion if chat else TextCompletion).model_validate(answer)
+    return (ChatCompletion if chat else TextCompletion).model_validate(
+        {
+            "id": uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": model,
+            "object": "chat.completion" if chat else "text_completion",
+            "choices": [
+                {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
+                for index, (_, _, reason) in enumerate(replies)
+            ],
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": tokens,
+                "total_tokens": prompt_tokens + tokens,
+            },
+        }
+    )

@@ -191,10 +191,12 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
         "tokens": [row.tokens for row in rows],
         "masks": [row.masks for row in rows],
         "inference_logprobs": [row.logprobs for row in rows],
+        **{
+            name: [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
+            for name in _PER_TOKEN
+            if group.get(name)
+        },
     }
-    for name in _PER_TOKEN:
-        if group.get(name):
-            group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
     origin = {
         "policy_version_min": [row.versions[0] for row in rows],
         "policy_version_max": [row.versions[1] for row in rows],
@@ -217,8 +219,7 @@ async def collect_each(
     found: list[dict] = []
     backlog: list[Any] = []
     for _ in range(_ROUNDS):
-        missing = group_size - len(found)
-        for trajectory, more in await together(collect(item) for _ in range(missing)):
+        for trajectory, more in await together(collect(item) for _ in range(group_size - len(found))):
             backlog.extend(more)
             if isinstance(trajectory, dict):
                 found.append(trajectory)

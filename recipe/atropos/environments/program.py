@@ -24,7 +24,6 @@ Guarantees:
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import io
 import json
 import logging
@@ -56,7 +55,7 @@ from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.tasks import in_own_thread, together
+from recipe.atropos.utils.tasks import awaited, in_own_thread, together
 
 logger = logging.getLogger(__name__)
 
@@ -268,8 +267,7 @@ class ProgramEnv(SessionsEnv):
             logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
             raise SessionFailed("exit_status")
         if self.config.score is not None:
-            scored = await in_own_thread(named_function(self.config.score, "--env.score"), item, output)
-            return await scored if inspect.isawaitable(scored) else scored
+            return await awaited(await in_own_thread(named_function(self.config.score, "--env.score"), item, output))
         return await asyncio.to_thread(lambda: next(filter(_holds_reward, reversed(output.split("\n"))), None))
 
 

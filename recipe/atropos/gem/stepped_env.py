@@ -9,7 +9,6 @@
 
 import asyncio
 import functools
-import inspect
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.adapter.shaping import record_groups
 from recipe.atropos.gem.outer_policy import Episode, OuterPolicyServer
 from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
+from recipe.atropos.utils.tasks import awaited
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +126,7 @@ async def roll_out(environment: BaseEnv, item: Any) -> Any:
 
 async def _episode(environment: BaseEnv) -> Any:
     groups = await roll_out(environment, await next_item(environment))
-    cleanup = environment.cleanup()
-    if inspect.isawaitable(cleanup):  # some environments define a plain function
-        await cleanup
+    await awaited(environment.cleanup())  # some environments define a plain function
     return groups
 
 
