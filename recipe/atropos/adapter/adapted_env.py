@@ -134,8 +134,9 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 ready.append(group)
         if not ready:
             return
-        payload = ready if isinstance(scored_data, list) else ready[0]
-        await super().handle_send_to_api(payload, item, do_send_to_api, abort_on_any_max_length_exceeded)
+        await super().handle_send_to_api(
+            ready if isinstance(scored_data, list) else ready[0], item, do_send_to_api, abort_on_any_max_length_exceeded
+        )
         if not do_send_to_api:
             self.report.count("groups_written", len(ready))
 
@@ -152,9 +153,15 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     async def _shape(self, group: dict[str, Any]) -> None:
         if self.reward_bridge is not None:
-            drop_equal = self.config.ensure_scores_are_not_same
             with self._ends_on_failure():
-                await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
+                await shape(
+                    self.reward_bridge,
+                    group,
+                    self.tokenizer,
+                    self.curr_step,
+                    self.config.ensure_scores_are_not_same,
+                    self.report,
+                )
 
     def _restore(self, group: dict[str, Any]) -> None:
         if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled

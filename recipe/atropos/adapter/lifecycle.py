@@ -210,8 +210,10 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> bo
         return True
     policy = info.get("tokenizer_path") or info.get("model_path")
     key = "model_name" if server.config.tokenizer_name == "none" else "tokenizer_name"
-    handle = (f"--openai.{key}", getattr(server.config, key), server.tokenizer)
-    for flag, named, used in (("--env.tokenizer_name", name, tokenizer), handle):
+    for flag, named, used in (
+        ("--env.tokenizer_name", name, tokenizer),
+        (f"--openai.{key}", getattr(server.config, key), server.tokenizer),
+    ):
         ours = used.encode(text, add_special_tokens=False)
         if ours != theirs:
             i = len(os.path.commonprefix([ours, theirs]))

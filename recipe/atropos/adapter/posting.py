@@ -246,9 +246,8 @@ class PostingEnv(BaseEnv):
 
     def _stop_items(self) -> None:
         """Cancel running items; start no more."""
-        for task in (self.__starting, *self.workers, *self.eval_workers):
-            if task is not None:
-                task.cancel()
+        for task in filter(None, (self.__starting, *self.workers, *self.eval_workers)):
+            task.cancel()
 
     async def add_train_workers(self) -> None:
         """Let items start in a task of their own, since waiting for a ticket must not hold up the manager."""

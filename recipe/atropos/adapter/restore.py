@@ -141,11 +141,11 @@ def restore(
                 counts["retokenized"] += 1
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
-        valid = [(a, b) for flag, a, b in found if flag and isinstance(a, int | float) and -math.inf < a <= 0]
-        if any(abs(a - b) > _OTHER for a, b in valid):
+        if any(
+            flag and isinstance(a, int | float) and -math.inf < a <= 0 and abs(a - b) > _OTHER for flag, a, b in found
+        ):
             counts["other_logprobs"] += 1
-        logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
-        row.add(piece.tokens, flags, logprobs_here, columns)
+        row.add(piece.tokens, flags, [value if flag else _NOT_SAMPLED for flag, _, value in found], columns)
     return row
 
 
@@ -178,8 +178,7 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
     rows, before = [], counts[Reason.PARTIAL_REPLY]
     for i, sequence in enumerate(group["tokens"]):
         values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
-        logprobs = _over(group, "inference_logprobs", i)
-        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counts))
+        rows.append(restore(cache, sequence, group["masks"][i], _over(group, "inference_logprobs", i), values, counts))
     if not any(row.replies for row in rows):
         reason = Reason.PARTIAL_REPLY if counts[Reason.PARTIAL_REPLY] > before else Reason.NOT_SAMPLED
         raise RefusedGroup(

@@ -74,14 +74,17 @@ class CodeEnv(SingleTurnEnv):
             ConfigurationError: naming the dataset, file or row.
         """
         name, part, shown = config.dataset_name, config.dataset_config, config.shown_tests
-        train = load_problems(name, "train", part, config.train_size, config.seed, shown)
-        return train, load_problems(name, "test", part, config.eval_size, 0, shown)
+        return (
+            load_problems(name, "train", part, config.train_size, config.seed, shown),
+            load_problems(name, "test", part, config.eval_size, 0, shown),
+        )
 
     async def verdicts(self, problem: Problem, texts: list[str]) -> list[ProgramVerdict]:
         """Return the verdict of each answer, in order."""
         loop, sandbox = asyncio.get_running_loop(), self.sandbox
-        jobs = [job(problem, text) for text in texts]
-        found = await asyncio.gather(*(loop.run_in_executor(sandbox.executor, sandbox.check, one) for one in jobs))
+        found = await asyncio.gather(
+            *(loop.run_in_executor(sandbox.executor, sandbox.check, job(problem, text)) for text in texts)
+        )
         for verdict in found:
             self.report.count(f"answers/{verdict.why}")
         return found

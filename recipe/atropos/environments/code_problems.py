@@ -155,8 +155,10 @@ def load_problems(
         ConfigurationError: there is no such dataset, or a row is in neither format.
     """
     if dataset == SYNTHETIC:
-        rows = list(generate(split, size or 4096, seed))
-        return [read_problem(row, f"{SYNTHETIC} row {i}", shown_tests) for i, row in enumerate(rows)]
+        return [
+            read_problem(row, f"{SYNTHETIC} row {i}", shown_tests)
+            for i, row in enumerate(generate(split, size or 4096, seed))
+        ]
     splits = _load(dataset, config)
     if len(splits) > 1 and split not in splits:
         raise ConfigurationError(
@@ -165,8 +167,13 @@ def load_problems(
     name = split if split in splits else next(iter(splits))
     problems = [read_problem(row, f"{dataset} {name} row {i}", shown_tests) for i, row in enumerate(splits[name])]
     if broken := [problem["task"] for problem in problems if _unknown_names(problem)]:
-        what = "%s %s: left out %d problems whose tests use names that neither code nor setup defines: %s"
-        logger.warning(what, dataset, name, len(broken), ", ".join(broken[:20]))
+        logger.warning(
+            "%s %s: left out %d problems whose tests use names that neither code nor setup defines: %s",
+            dataset,
+            name,
+            len(broken),
+            ", ".join(broken[:20]),
+        )
         problems = [problem for problem in problems if not _unknown_names(problem)]
     if len(splits) == 1:
         total = len(problems)

@@ -62,8 +62,10 @@ class GSM8kEnv(SingleTurnEnv):
             AtroposError, FileNotFoundError, ValueError: naming the dataset, file or line.
         """
         name, part = config.dataset_name, config.dataset_config
-        train = load_problems(name, "train", part, config.train_size, seed=config.seed)
-        return train, load_problems(name, "test", part, config.eval_size)
+        return (
+            load_problems(name, "train", part, config.train_size, seed=config.seed),
+            load_problems(name, "test", part, config.eval_size),
+        )
 
     async def scores(self, problem: WordProblem, answers: list[str], nodes: list[Any]) -> list[float]:
         """Score each answer. Raises ValueError if the gold answer cannot be parsed."""

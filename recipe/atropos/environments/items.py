@@ -90,14 +90,15 @@ class ItemsEnv(BaseEnv):
             max_token_length=2048,
             wandb_name=cls.name,  # also the name that the environment registers with
         )
-        server = APIServerConfig(
-            model_name=env_config.tokenizer_name,
-            base_url="http://localhost:9001/v1",
-            api_key="x",
-            server_type="sglang",
-            health_check=False,
-        )
-        return env_config, [server]
+        return env_config, [
+            APIServerConfig(
+                model_name=env_config.tokenizer_name,
+                base_url="http://localhost:9001/v1",
+                api_key="x",
+                server_type="sglang",
+                health_check=False,
+            )
+        ]
 
     # ------------------------------------------------------------------ defined by subclasses
 

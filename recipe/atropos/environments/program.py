@@ -212,8 +212,11 @@ class ProgramEnv(SessionsEnv):
                 named_function(target, f"--env.{name}")
         if config.items is None:
             raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
-        train = _items("items", config.items, "train")
-        return parted(config, train, config.held_out and _items("held_out", config.held_out, "test"))
+        return parted(
+            config,
+            _items("items", config.items, "train"),
+            config.held_out and _items("held_out", config.held_out, "test"),
+        )
 
     async def play(self, item: Item, opened: Opened) -> Any:
         if self.config.agent:

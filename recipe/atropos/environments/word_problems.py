@@ -28,17 +28,13 @@ _HELD_OUT_SHARE = 10  # one problem in ten is held out
 
 _NAMES = ("Anna", "Ben", "Carla", "Daniel", "Emma", "Felix", "Grace", "Hugo")
 _ITEMS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "stamps")
-_TEMPLATES = {
-    "+": (
-        "{name} has {a} {items} and buys {b} more. How many {items} does {name} have now?",
-        "{name} has {a} {items} and finds {b} more. How many {items} does {name} have now?",
-    ),
-    "-": (
-        "{name} has {a} {items} and gives {b} away. How many {items} does {name} have now?",
-        "{name} has {a} {items} and loses {b} of them. How many {items} does {name} have now?",
-        "{name} has {a} {items} and sells {b} of them. How many {items} does {name} have now?",
-    ),
-}
+_TEMPLATES = (
+    ("+", "{name} has {a} {items} and buys {b} more. How many {items} does {name} have now?"),
+    ("+", "{name} has {a} {items} and finds {b} more. How many {items} does {name} have now?"),
+    ("-", "{name} has {a} {items} and gives {b} away. How many {items} does {name} have now?"),
+    ("-", "{name} has {a} {items} and loses {b} of them. How many {items} does {name} have now?"),
+    ("-", "{name} has {a} {items} and sells {b} of them. How many {items} does {name} have now?"),
+)
 _LARGEST = 20  # largest number in a one-step problem or its answer
 
 _BEGINNINGS = {"": "{name} has {a} {items}.", "*": "{name} has {a} boxes of {b} {items}."}
@@ -72,8 +68,7 @@ def split_of(question: str, share: int = _HELD_OUT_SHARE) -> Split:
 
 
 def _one_step(rng: random.Random) -> WordProblem:
-    templates = [(operator, text) for operator, texts in _TEMPLATES.items() for text in texts]
-    operator, template = rng.choice(templates)
+    operator, template = rng.choice(_TEMPLATES)
     if operator == "+":
         a = rng.randint(1, _LARGEST - 1)
         b = rng.randint(1, _LARGEST - a)

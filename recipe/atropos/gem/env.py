@@ -225,8 +225,9 @@ class AtroposEnv(gem.Env):
             return
         episode.close()
         if wait and not episode.wait(GRACE):
-            name = self._class.__name__
-            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
+            raise TimeoutError(
+                f"{self._class.__name__}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop"
+            )
 
     def spawn(self, same_state: bool = False, **kwargs: Any) -> "AtroposEnv":
         """Return another environment with the same arguments, except ``kwargs``."""
@@ -340,5 +341,10 @@ def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, A
         raise ValueError(f"scores {scores}: they must be finite")
     unscored = None if scores else f"the environment made {returned!r:.80} and no scores"
     reward = sum(scores) / len(scores) if scores else math.nan
-    info = {"scores": scores, "raw_scores": scores, "groups": groups, "dropped": dropped, "unscored": unscored}
-    return reward, info
+    return reward, {
+        "scores": scores,
+        "raw_scores": scores,
+        "groups": groups,
+        "dropped": dropped,
+        "unscored": unscored,
+    }

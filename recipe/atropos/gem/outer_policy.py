@@ -208,8 +208,12 @@ class OuterPolicyServer(APIServer):
     tokens_and_logprobs_completion = _tokens_and_logprobs_completion_wrapper
 
     def _response(self, chat: bool, prompt_ids: list[int], answers: Sequence[Answer]) -> Any:
-        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
-        return openai_response(chat, self.config.model_name, len(prompt_ids), found)
+        return openai_response(
+            chat,
+            self.config.model_name,
+            len(prompt_ids),
+            [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers],
+        )
 
     def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Return text and ids, from whichever the call has; if it has both, the ids are those of the text.

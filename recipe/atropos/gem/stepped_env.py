@@ -9,7 +9,6 @@
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import threading
@@ -78,7 +77,7 @@ class SteppedEnvironment:
         self.base = environment(config=config, server_configs=[server], slurm=False, testing=False)  # as its cli does
         for server in self.base.server.servers:
             server.tokenizer = self.base.tokenizer
-        self._thread = _loop_thread()
+        self._thread = _the_one(_threads, os.getpid(), _LoopThread)
         self._lock = threading.Lock()
         self._is_set_up = False
         limit_math_verify_in_threads()
@@ -100,8 +99,9 @@ class SteppedEnvironment:
                 if setup.done():
                     raise
                 setup.cancel()
-                name = type(self.base).__name__
-                raise TimeoutError(f"{name}.setup() takes longer than {timeout:g} s; give a larger timeout") from error
+                raise TimeoutError(
+                    f"{type(self.base).__name__}.setup() takes longer than {timeout:g} s; give a larger timeout"
+                ) from error
             self._is_set_up = True
 
     def begin(self) -> Episode:
@@ -138,7 +138,7 @@ _threads: weakref.WeakValueDictionary[int, "_LoopThread"] = weakref.WeakValueDic
 
 def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
     """Return the one environment of this class and configuration, which lives as long as it is referenced."""
-    key = (os.getpid(), environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
+    key = (os.getpid(), environment, config.model_dump_json())
     return _the_one(_shared, key, lambda: SteppedEnvironment(environment, config))
 
 
@@ -176,7 +176,3 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():  # the garbage collector may run in any thread
             thread.join(GRACE)
-
-
-def _loop_thread() -> _LoopThread:
-    return _the_one(_threads, os.getpid(), _LoopThread)

@@ -121,8 +121,11 @@ class Groups:
         request, limits = group.request, group.request.limits
         limits = msgspec.structs.replace(limits, seconds=limits.seconds or _SESSION_SECONDS)
         place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
-        sampling = {**SamplingParams(temperature=default_temperature()).request(), **request.sampling}
-        return self._open_session(**place, sampling=sampling, limits=limits)
+        return self._open_session(
+            **place,
+            sampling=SamplingParams(temperature=default_temperature()).request() | request.sampling,
+            limits=limits,
+        )
 
     async def _registered(self, request: GroupRequest) -> int:
         """Return the number of a group's environment, which the API registers once for this store."""

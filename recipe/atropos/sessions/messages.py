@@ -141,11 +141,10 @@ def alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _said(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
     return (
         message["role"],
         message["content"].strip(),
-        [(call["name"], _parsed(call["arguments"])) for call in calls],
+        [(call["function"]["name"], _parsed(call["function"]["arguments"])) for call in message.get("tool_calls", ())],
     )
 
 
@@ -272,11 +271,14 @@ def tool_call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(arguments, dict):
         arguments = msgspec.json.encode(arguments).decode()
-    function = {
-        "name": expect(name, str, f"{where}: the name of a tool"),
-        "arguments": expect(arguments, str, f"{where}: the arguments of {name}") or "{}",
+    return {
+        "id": expect(id, str, f"{where}: the id of a call"),
+        "type": "function",
+        "function": {
+            "name": expect(name, str, f"{where}: the name of a tool"),
+            "arguments": expect(arguments, str, f"{where}: the arguments of {name}") or "{}",
+        },
     }
-    return {"id": expect(id, str, f"{where}: the id of a call"), "type": "function", "function": function}
 
 
 def name_tools(messages: Sequence[Message]) -> list[Message]:
@@ -390,5 +392,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     """
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"message": message, "type": kind, "param": None, "code": code or status}
-    named = {"code": str(code or status), "message": message, "param": None}
-    return {"type": "error", "sequence_number": 0, **named, "error": error}
+    return {
+        "type": "error",
+        "sequence_number": 0,
+        "code": str(code or status),
+        "message": message,
+        "param": None,
+        "error": error,
+    }

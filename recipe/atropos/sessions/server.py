@@ -94,8 +94,9 @@ class SessionServer:
     ):
         self.store, self.rendering, self.client, self.model = store, rendering, client, model
         self._key, self._api, self._reports = key, api, reports or Reports()
-        known = (self._open, self._loaded, self._forget)
-        self._groups = Groups(store, api, self._reports, *known, credit, rendering.tokenizer)
+        self._groups = Groups(
+            store, api, self._reports, self._open, self._loaded, self._forget, credit, rendering.tokenizer
+        )
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task] = set()
 
@@ -179,8 +180,8 @@ class SessionServer:
         return _json({"status": "ok"})
 
     async def open(self, request: web.Request) -> web.Response:
-        asked = _decoded(await request.read(), SessionRequest)
-        return _json(self._access(request, self._open(**msgspec.structs.asdict(asked))))
+        asked = msgspec.structs.asdict(_decoded(await request.read(), SessionRequest))
+        return _json(self._access(request, self._open(**asked)))
 
     def _open(self, **fields: Any) -> Session:
         session = Session(State(id=secrets.token_hex(12), created=time.time(), **fields), self.store)
@@ -219,8 +220,8 @@ class SessionServer:
         if not ended.finished and (ended.reward is None or (values, ended.end) != (None, None)):
             raise RequestError("finished is false: give a reward, without turn_values and end")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        given = {**msgspec.structs.asdict(ended), "turn_values": values}
-        session.finish(**given | {"end": end if ended.finished else None})
+        changed = {"turn_values": values, "end": end if ended.finished else None}
+        session.finish(**msgspec.structs.asdict(ended) | changed)
         if ended.finished:
             session.cancel()
         session.settle(self._reports)
@@ -379,10 +380,15 @@ def main(argv: list[str] | None = None) -> None:
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
-    client = SGLangClient(options.gateway, key, options.timeout)
-    api = TrajectoryApiClient(options.api, key)
     server = SessionServer(
-        SessionStore(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)
+        SessionStore(options.data),
+        rendering,
+        SGLangClient(options.gateway, key, options.timeout),
+        key,
+        options.model,
+        TrajectoryApiClient(options.api, key),
+        options.credit,
+        Reports(options.run_dir),
     )
     serve(server.app(), options.host, options.port, logger)
 

@@ -248,9 +248,8 @@ class Session:
 
     def cancel(self) -> None:
         """End the requests that are sampled: their tokens would be in no row that was read."""
-        for exchange in [exchange for known in self.exchanges.values() for exchange in known]:
-            if exchange.task is not None:
-                exchange.task.cancel()
+        for task in [one.task for known in self.exchanges.values() for one in known if one.task is not None]:
+            task.cancel()
 
     @property
     def sampled(self) -> int:
@@ -264,8 +263,7 @@ class Session:
             RequestError: it cannot be rendered, or there is no room for a reply.
         """
         await self._tokens_left()
-        messages = self._messages(asked)
-        parent, added, new, cause = self._prompt(asked, messages, rendering)
+        parent, added, new, cause = self._prompt(asked, self._messages(asked), rendering)
         opening = rendering.opening(asked)
         added = [*added, *opening]
         prompt = _whole(parent, added)
@@ -410,8 +408,10 @@ class Session:
         left = None if limits.tokens is None else limits.tokens - self.sampled - self.reserved
         after = None if limits.context is None else limits.context - prompt
         if after is not None and after <= 0:
-            message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"
-            raise RequestError(message, code="context_length_exceeded")
+            raise RequestError(
+                f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}",
+                code="context_length_exceeded",
+            )
         room = [size for size in (params["max_new_tokens"], left, after) if size is not None]
         params["max_new_tokens"] = min(room, default=None)
         return {**params, **SamplingParams.from_request(params).request()}
@@ -451,22 +451,23 @@ class Session:
         )
 
     def _add(self, record: Record, number: int) -> None:
-        turn = Turn(
-            number,
-            record.reply.id,
-            None if record.parent is None else self.tree.turns[record.parent],
-            np.frombuffer(record.added, np.int32),
-            as_ids(record.reply.tokens),
-            np.array(record.reply.logprobs),
-            record.versions,
-            msgspec.convert(record.sampling, SamplingParams, str_keys=True),
-            [*record.messages, record.reply.message()],
-            record.basis,
-            record.text,
-            record.cause,
-            record.tools,
+        self.tree.add(
+            Turn(
+                number,
+                record.reply.id,
+                None if record.parent is None else self.tree.turns[record.parent],
+                np.frombuffer(record.added, np.int32),
+                as_ids(record.reply.tokens),
+                np.array(record.reply.logprobs),
+                record.versions,
+                msgspec.convert(record.sampling, SamplingParams, str_keys=True),
+                [*record.messages, record.reply.message()],
+                record.basis,
+                record.text,
+                record.cause,
+                record.tools,
+            )
         )
-        self.tree.add(turn)
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode

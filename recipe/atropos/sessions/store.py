@@ -73,8 +73,8 @@ class SessionStore:
 
     def due(self, now: float) -> list[str]:
         """Return the ids of the sessions that are due, until they are stored otherwise."""
-        query = "SELECT id FROM sessions WHERE due <= ? ORDER BY due"
-        return [session for (session,) in self._database.execute(query, (now,))]
+        found = self._database.execute("SELECT id FROM sessions WHERE due <= ? ORDER BY due", (now,))
+        return [session for (session,) in found]
 
     def put_group(self, group: str, state: bytes) -> None:
         """Store a group that is not posted yet."""

@@ -141,8 +141,11 @@ class Tree:
 
     def continued_text(self, text: str) -> Turn | None:
         """Return the turn with the longest prompt and reply that ``text`` begins with."""
-        found = [turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)]
-        return max(found, key=lambda turn: (len(turn.text or ""), turn.number), default=None)
+        return max(
+            (turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)),
+            key=lambda turn: (len(turn.text or ""), turn.number),
+            default=None,
+        )
 
     def continued_ids(self, ids: np.ndarray) -> tuple[Turn | None, int]:
         """Return the deepest turn whose path ``ids``, (length,) int32, begin with, and the path's length."""
@@ -156,8 +159,11 @@ class Tree:
 
     def begun(self, ids: np.ndarray) -> bool:
         """Return whether ``ids``, (length,) int32, go on after the first prompt of a history."""
-        first = [turn.added for turn in self.turns if turn.parent is None]
-        return any(len(each) < len(ids) and np.array_equal(ids[: len(each)], each) for each in first)
+        return any(
+            len(turn.added) < len(ids) and np.array_equal(ids[: len(turn.added)], turn.added)
+            for turn in self.turns
+            if turn.parent is None
+        )
 
     def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
         """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
@@ -172,9 +178,7 @@ class Tree:
     def leaves(self) -> Iterator[Leaf]:
         """Yield the rows to train on; each turn is trained in the first that has it."""
         trained: set[int] = set()
-        for last in self.turns:
-            if last.children:
-                continue
+        for last in [turn for turn in self.turns if not turn.children]:
             tokens, masks, logprobs, own = [], [], [], []
             for turn in last.path():
                 new = turn.number not in trained
