@@ -176,9 +176,10 @@ class AdaptedEnv(CommandLine, Lifecycle):
                     raise CreditError("the environment sends branches: give environment.credit, which compares them")
                 return
             if credit.teacher is not None:
-                policy = sglang_servers(self.server)
                 try:
-                    taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
+                    taught = await taught_logprobs(
+                        credit.teacher, group, item, self.tokenizer, sglang_servers(self.server)
+                    )
                 except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
                     if error.status in _PERMANENT:
                         raise

@@ -146,6 +146,9 @@ class CompletionCache:
                 del self._by_prompt[key]
         return completion
 
+    def __len__(self) -> int:
+        return len(self._order)
+
     # ------------------------------------------------------------------ lookup
 
     def pieces(self, ids: Sequence[int], masks: Sequence[int], logprobs: Logprobs = None) -> Iterator[Piece]:

@@ -50,8 +50,8 @@ def complete(
     Raises:
         WrongKey: a server rejects the key, names the variable to set; or it has no address.
     """
-    uses_wandb = env.use_wandb or not serves  # atroposlib turns it on to evaluate and to process, whatever the default
-    if uses_wandb and "use_wandb" not in env_given:
+    # atroposlib turns it on to evaluate and to process, whatever the default
+    if (env.use_wandb or not serves) and "use_wandb" not in env_given:
         mode, host, logged_in = wandb_login()
         if mode == "online" and not logged_in:
             _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")

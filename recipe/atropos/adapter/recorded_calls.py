@@ -166,12 +166,11 @@ class Calls:
         return await self._respond(True, server, text, {"max_new_tokens": None, **params}, arguments.get("timeout"))
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
-        arguments = dict(kwargs)
-        prompt = arguments.pop("prompt")
-        params, unknown = sampling_params(arguments)
+        prompt = kwargs["prompt"]
+        params, unknown = sampling_params({**kwargs, "prompt": None})
         if unknown or not isinstance(prompt, str):
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
-        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
+        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, kwargs.get("timeout"))
 
     async def _respond(
         self, chat: bool, server: SGLangServer, text: str, params: dict[str, Any], timeout: float | None
@@ -290,9 +289,9 @@ class RecordingManagedServer(ManagedServer):
         self._prompt = self._restored(input_text)
         current = {id(node) for node in self.current_nodes}
         found = [one for one in self._begins(self._prompt) if id(one[0]) in current]
-        best = max(found, key=lambda one: (one[1], self._is_free(one[0])), default=(None, 0))
-        self._extends[asyncio.current_task()] = best
-        return best[0]
+        node, size = max(found, key=lambda one: (one[1], self._is_free(one[0])), default=(None, 0))
+        self._extends[asyncio.current_task()] = node, size
+        return node
 
     def _is_free(self, node: SequenceNode) -> bool:
         """Return whether no call of another task waits for its reply, by which it extends the node."""

@@ -127,8 +127,7 @@ def job(problem: Problem, text: str) -> Job:
     if program is None:
         program = problem["begun"] + blocks[0]
     elif problem["begun"]:
-        last = problem["begun"].rfind("\ndef ") + 1  # of its functions
-        program = problem["begun"][:last] + program
+        program = problem["begun"][: problem["begun"].rfind("\ndef ") + 1] + program  # without its last function
     return Job(program=program, names=problem["names"], setup=problem["setup"], tests=problem["tests"])
 
 

@@ -134,8 +134,11 @@ class SessionsEnv(ItemsEnv):
     async def _run(self, item: Item, sampling: dict[str, Any], over: float, **place: Any) -> dict[str, Any]:
         """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
         config = self.config
-        longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
-        limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
+        limits = {
+            "turns": config.max_turns,
+            "tokens": config.max_tokens,
+            "context": min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0),
+        }
         async with self._slots:
             limits["seconds"] = seconds = min(config.time_limit, max(over - time.monotonic(), _POLL))
             opened = await self._sessions.open(

@@ -191,8 +191,7 @@ class AtroposEnv(gem.Env):
         """
         if self._ask is None:
             raise RuntimeError(f"{self._class.__name__} waits for no answer; call reset() to begin an episode")
-        answer = self._ask.answer(action, self._environment.base.tokenizer)
-        cut = answer.finish_reason == "length"
+        cut = self._ask.answer(action, self._environment.base.tokenizer).finish_reason == "length"
         made = self._episode.made
         event = self._next("an answer")
         if isinstance(event, ActionRequest):
@@ -249,8 +248,9 @@ class AtroposEnv(gem.Env):
                 terms = [bridge.terms(*each) for each in judged(self._environment.base.tokenizer, group)]
             except TimeoutError as error:
                 return math.nan, info | {"scores": [], "unscored": str(error)}
-            pairs = zip(group["scores"], terms, strict=True)
-            scores += [bridge.shaped(float(raw), each, step or 0) for raw, each in pairs]
+            scores += [
+                bridge.shaped(float(raw), each, step or 0) for raw, each in zip(group["scores"], terms, strict=True)
+            ]
         return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
 
     def _next(self, after: str) -> ActionRequest | Any:

@@ -119,12 +119,13 @@ class Groups:
 
     def _begin(self, group: SessionGroup, seq: int) -> Session:
         request, limits = group.request, group.request.limits
-        limits = msgspec.structs.replace(limits, seconds=limits.seconds or _SESSION_SECONDS)
-        place = {"env": request.env, "item": request.item, "group": group.id, "seq": seq}
         return self._open_session(
-            **place,
+            env=request.env,
+            item=request.item,
+            group=group.id,
+            seq=seq,
             sampling=SamplingParams(temperature=default_temperature()).request() | request.sampling,
-            limits=limits,
+            limits=msgspec.structs.replace(limits, seconds=limits.seconds or _SESSION_SECONDS),
         )
 
     async def _registered(self, request: GroupRequest) -> int:

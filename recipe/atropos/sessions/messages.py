@@ -239,9 +239,10 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), required
         raise RequestError(f"{where} is missing; give a text")
     if content is None or isinstance(content, str):
         return content or ""
-    content = enumerate(expect(content, list, where))
-    parts = [(typed(part, f"{where}[{i}]", *kinds), f"{where}[{i}].text") for i, part in content]
-    return "".join(expect(part.get("text"), str, name) for part, name in parts)
+    return "".join(
+        expect(typed(part, f"{where}[{i}]", *kinds).get("text"), str, f"{where}[{i}].text")
+        for i, part in enumerate(expect(content, list, where))
+    )
 
 
 def items_of(body: Mapping[str, Any], name: str) -> list[tuple[dict[str, Any], str]]:

@@ -192,8 +192,7 @@ class Rendering:
         calls, content = [], found.content or ""
         for call in found.tool_calls:
             arguments = read_object(call.arguments)
-            known = tools and call.status in _READ and arguments is not None
-            if known and isinstance(call.name, str) and call.name:
+            if tools and call.status in _READ and arguments is not None and isinstance(call.name, str) and call.name:
                 calls.append((call.name, msgspec.json.encode(arguments).decode()))
             else:
                 content += call.raw

@@ -298,9 +298,9 @@ class SessionServer:
             if (reply := read_reply(answer)) is not None:
                 if None in reply.logprobs:
                     raise InferenceError(self.client.url, "/generate", "a logprob is no number; see its weights", 502)
-                info, size = answer["meta_info"], len(reply.tokens)
-                whole = [{"version": info.get("weight_version"), "start": 0, "end": size}]
-                return reply, info.get("weight_versions") or whole
+                info = answer["meta_info"]
+                whole = {"version": info.get("weight_version"), "start": 0, "end": len(reply.tokens)}
+                return reply, info.get("weight_versions") or [whole]
         raise InferenceError(self.client.url, "/generate", f"aborted or empty, {_ATTEMPTS} times; see its log", 503)
 
     async def _stream(

@@ -36,7 +36,7 @@ from recipe.atropos.sessions.messages import (
 )
 from recipe.atropos.sessions.rendering import Rendering, as_ids
 from recipe.atropos.sessions.store import SessionStore
-from recipe.atropos.sessions.tree import Tree, Turn
+from recipe.atropos.sessions.tree import Asking, Tree, Turn
 
 Generate = Callable[[list[int], dict[str, Any]], Awaitable[tuple[SampledReply, list[dict[str, Any]]]]]
 """Samples a whole reply to token ids, with SGLang's parameters; returns it and the spans of its weight versions."""
@@ -92,22 +92,13 @@ class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
     retries: int = 0
 
 
-@dataclass
-class Record:
-    """A turn as it is stored; ``reply`` without its prompt, which is that of the path; ``messages`` are those before
-    it since its parent's reply; for the rest see ``Turn``.
-    """
+@dataclass(kw_only=True)
+class Record(Asking):
+    """A turn as it is stored; ``reply`` without its prompt, which is that of the path."""
 
     parent: int | None
     added: bytes
     reply: Reply
-    versions: tuple[int, int] | None
-    sampling: dict[str, Any]
-    text: str | None
-    cause: str | None
-    messages: list[Message]
-    basis: bytes | None = None
-    tools: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -277,16 +268,16 @@ class Session:
             self.freed.set()
         reply = self._reply(asked, sampled, spans, prompt, opening, rendering, model)
         record = Record(
-            parent and parent.number,
-            as_ids(added).tobytes(),
-            msgspec.structs.replace(reply, prompt=[]),
-            sampled.versions,
-            SamplingParams.from_request(params).to_mapping(),
-            asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
-            cause,
-            new,
-            _basis(asked),
-            bool(asked.tools),
+            parent=parent and parent.number,
+            added=as_ids(added).tobytes(),
+            reply=msgspec.structs.replace(reply, prompt=[]),
+            versions=sampled.versions,
+            sampling=SamplingParams.from_request(params),
+            text=asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
+            cause=cause,
+            messages=new,
+            basis=_basis(asked),
+            tools=bool(asked.tools),
         )
         number = len(self.tree.turns)
         self.store.add_turn(self.state.id, number, request, msgspec.msgpack.encode(record))
@@ -453,19 +444,19 @@ class Session:
     def _add(self, record: Record, number: int) -> None:
         self.tree.add(
             Turn(
-                number,
-                record.reply.id,
-                None if record.parent is None else self.tree.turns[record.parent],
-                np.frombuffer(record.added, np.int32),
-                as_ids(record.reply.tokens),
-                np.array(record.reply.logprobs),
-                record.versions,
-                msgspec.convert(record.sampling, SamplingParams, str_keys=True),
-                [*record.messages, record.reply.message()],
-                record.basis,
-                record.text,
-                record.cause,
-                record.tools,
+                number=number,
+                reply=record.reply.id,
+                parent=None if record.parent is None else self.tree.turns[record.parent],
+                added=np.frombuffer(record.added, np.int32),
+                tokens=as_ids(record.reply.tokens),
+                logprobs=np.array(record.reply.logprobs),
+                versions=record.versions,
+                sampling=record.sampling,
+                messages=[*record.messages, record.reply.message()],
+                basis=record.basis,
+                text=record.text,
+                cause=record.cause,
+                tools=record.tools,
             )
         )
 

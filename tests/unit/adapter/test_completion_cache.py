@@ -359,7 +359,7 @@ def test_cache_forgets_the_oldest_of_its_own_split(drifting_model, tokenizer):
     cache = CompletionCache(tokenizer, capacity=28)
     for number in range(10):
         sampled(cache, [number], "ab", "cd", END)
-    assert len(cache._order) == 28 // 4, "it may be full"
+    assert len(cache) == 28 // 4, "it may be full"
     assert len(cache._by_prompt) == 7
     other = [7, 7]
     cache._by_prompt[key_of(other)] = cache._by_prompt[key_of([9])]  # two prompts of one hash
