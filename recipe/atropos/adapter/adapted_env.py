@@ -37,8 +37,6 @@ from recipe.atropos.run.reporting import EnvReport
 
 logger = logging.getLogger(__name__)
 
-_PERMANENT = (401, 403, 404)  # statuses of a teacher that asking again does not change
-
 
 class AdaptedEnv(CommandLine, Lifecycle):
     """Mixin; must precede a ``BaseEnv`` in the MRO, and be followed by ``PostingEnv``: see ``adapt``."""
@@ -181,7 +179,7 @@ class AdaptedEnv(CommandLine, Lifecycle):
                         credit.teacher, group, item, self.tokenizer, sglang_servers(self.server)
                     )
                 except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
-                    if error.status in _PERMANENT:
+                    if error.status in (401, 403, 404):  # which asking again does not change
                         raise
                     logger.warning("%s: no teacher: %s", self.report.name, error)
                     self.report.count("teacher_missing")

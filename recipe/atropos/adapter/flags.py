@@ -75,8 +75,9 @@ def take_settings(arguments: list[str]) -> AdapterSettings | None:
     Raises:
         UsageError: a flag has no value, or an invalid one.
     """
-    given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        flag.removeprefix(PREFIX): value for flag in _SETTINGS if (value := take_flag(arguments, flag)) is not None
+    }
     try:
         return AdapterSettings(**given) if given else None
     except ValidationError as error:

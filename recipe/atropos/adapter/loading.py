@@ -38,8 +38,9 @@ def load_environment(target: str) -> type[BaseEnv]:
     except (Exception, SystemExit) as error:
         frames, file = traceback.extract_tb(error.__traceback__), str(Path(place).resolve())
         at = [f" (line {frame.lineno})" for frame in frames if frame.filename == file][-1:]
-        what = f"{type(error).__name__}: {error}{''.join(at)}"
-        raise EnvironmentTargetError(f"{target} cannot be imported: {what}") from error
+        raise EnvironmentTargetError(
+            f"{target} cannot be imported: {type(error).__name__}: {error}{''.join(at)}"
+        ) from error
     if name:
         found = getattr(module, name, None)
         if not (isinstance(found, type) and issubclass(found, BaseEnv)):

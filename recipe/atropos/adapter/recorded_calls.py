@@ -65,20 +65,21 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     arguments = {**arguments, **(arguments.get("extra_body") or {})}
     params, unknown = {}, {}
     for name, value in arguments.items():
-        if value is None or name in _WITHOUT_EFFECT:
+        if value is None or name in _WITHOUT_EFFECT or (name == "response_format" and value.get("type") == "text"):
             continue
         if name in _PARAMS:
             params[_PARAMS[name]] = value
-        elif name == "response_format" and value.get("type") in ("text", "json_object", "json_schema"):
+        elif name == "response_format" and value.get("type") in ("json_object", "json_schema"):
             schema = value.get("json_schema", {}).get("schema", {"type": "object"})
-            if value["type"] != "text":
-                params["json_schema"] = orjson.dumps(schema).decode()
+            params["json_schema"] = orjson.dumps(schema).decode()
         elif value is not False and value != []:  # stream, echo, logprobs or tools not requested
             unknown[name] = value
     stop = params.get("stop")
     if isinstance(stop, list) and any(isinstance(one, int) for one in stop):  # some environments pass token ids
-        params["stop"] = [one for one in stop if isinstance(one, str)]
-        params["stop_token_ids"] = [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", [])
+        params |= {
+            "stop": [one for one in stop if isinstance(one, str)],
+            "stop_token_ids": [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", []),
+        }
     return params, unknown
 
 

@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partialmethod
 from typing import Any
 
 from atroposlib.envs.base import ScoredDataGroup
@@ -277,12 +277,6 @@ def chat_templates_give_lists() -> None:
     From version 5 on it returns a BatchEncoding, whose length is 2: ``tokenize_for_trainer`` then masks nothing and
     posts no tokens. Environments create their own tokenizers, so the base class is patched.
     """
-    original = PreTrainedTokenizerBase.apply_chat_template
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def apply_chat_template(self: PreTrainedTokenizerBase, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
-        return original(self, *args, return_dict=return_dict, **kwargs)
-
-    PreTrainedTokenizerBase.apply_chat_template = apply_chat_template
+    original = vars(PreTrainedTokenizerBase)["apply_chat_template"]
+    if not isinstance(original, partialmethod):
+        PreTrainedTokenizerBase.apply_chat_template = partialmethod(original, return_dict=False)

@@ -24,8 +24,6 @@ from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv,
 
 logger = logging.getLogger(__name__)
 
-SYSTEM_PROMPT = "Write the Python function that is asked for, with the imports that it needs, in one ```python block."
-
 
 class CodeEnvConfig(SingleTurnEnvConfig):
     """The options of single-turn environments and of the sandbox, whose limits apply to each answer."""
@@ -35,7 +33,10 @@ class CodeEnvConfig(SingleTurnEnvConfig):
         description="In HumanEval's or MBPP's format: a hub name, .jsonl or .parquet file, or folder; or 'synthetic'",
     )
     dataset_config: str | None = Field(None, description="Configuration of the dataset on the hub")
-    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    system_prompt: str = Field(
+        "Write the Python function that is asked for, with the imports that it needs, in one ```python block.",
+        description="Empty for none",
+    )
     shown_tests: int = Field(1, ge=0, description="How many of MBPP's tests the policy reads; HumanEval's never")
     isolation: Isolation = Field("seccomp", description="Of the sandbox; 'none' is unsafe")
     sandboxes: int | None = Field(None, ge=1, description="Answers that run at a time; by default one a core")

@@ -158,7 +158,13 @@ def load_problems(
             read_problem(row, f"{SYNTHETIC} row {i}", shown_tests)
             for i, row in enumerate(generate(split, size or 4096, seed))
         ]
-    splits = _load(dataset, config)
+    fix = f"give a .jsonl or .parquet file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        kind = "parquet" if path.suffix == ".parquet" else "json"
+        splits = load_dataset("dataset_name", kind, fix, data_files=str(path), shown=dataset)
+    else:
+        splits = load_dataset("dataset_name", str(path) if path.is_dir() else dataset, fix, config)
     if len(splits) > 1 and split not in splits:
         raise ConfigurationError(
             f"--env.dataset_name={dataset}: no split {split!r} beside {', '.join(splits)}; rename one to it"
@@ -183,15 +189,6 @@ def load_problems(
     if not problems:
         raise ConfigurationError(f"--env.dataset_name={dataset}: no problems for the split {split!r}; give more rows")
     return problems[:size]
-
-
-def _load(dataset: str, config: str | None) -> dict[str, Any]:
-    fix = f"give a .jsonl or .parquet file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
-    path = Path(dataset).expanduser()
-    if path.is_file():
-        kind = "parquet" if path.suffix == ".parquet" else "json"
-        return load_dataset("dataset_name", kind, fix, data_files=str(path), shown=dataset)
-    return load_dataset("dataset_name", str(path) if path.is_dir() else dataset, fix, config)
 
 
 # ---------------------------------------------------------------------- generated problems

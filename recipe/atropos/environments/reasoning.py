@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 Problem = dict[str, Any]  # reasoning-gym's question, answer, metadata
 
-SYSTEM_PROMPT = (
-    "Answer the question, step by step if that helps. Put the final answer, and nothing else, between <answer> and "
-    "</answer>."
-)
 _HELD_OUT_SEED = 1_000_000
 _SEEDS_APART = 1_000_003  # reasoning-gym's problem i of seed s is problem 0 of seed s + i
 _SEEDS = 2**32 - 2**24  # some tasks accept only 32 bits
@@ -44,7 +40,11 @@ class ReasoningEnvConfig(SingleTurnEnvConfig):
     eval_size: int = Field(
         256, ge=1, description="Number of held-out problems; fewer where a task has fewer different ones"
     )
-    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    system_prompt: str = Field(
+        "Answer the question, step by step if that helps. Put the final answer, and nothing else, between <answer> and "
+        "</answer>.",
+        description="Empty for none",
+    )
 
 
 class ReasoningEnv(SingleTurnEnv):

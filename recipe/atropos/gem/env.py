@@ -28,7 +28,7 @@ from gem.utils.constants import TERMINAL_STATE
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.gem.outer_policy import ActionRequest, Episode, Messages
+from recipe.atropos.gem.outer_policy import ActionRequest, Episode
 from recipe.atropos.gem.stepped_env import (
     GRACE,
     SteppedEnvironment,
@@ -276,8 +276,10 @@ class AtroposEnv(gem.Env):
             raise
 
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
-        new = _new_messages(ask)
-        self._ask = ask
+        self._ask, new = ask, ask.messages or []
+        answers = [i for i, message in enumerate(new) if message.get("role") == "assistant"]
+        if answers and ask.call > 0:  # else the policy has not answered yet
+            new = new[answers[-1] + 1 :]
         info = {
             "messages": ask.messages,
             "prompt": ask.prompt,
@@ -298,19 +300,11 @@ class AtroposEnv(gem.Env):
             self._unscored = None
         elif self._unscored is not None:
             self._unscored += 1
-            if self._unscored == _IN_A_ROW:
-                self._unscored = 0
+            if self._unscored % _IN_A_ROW == 0:
                 raise NeverScored(
                     f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
                     f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
                 )
-
-
-def _new_messages(ask: ActionRequest) -> Messages:
-    """Return the messages after the last answer; all of them if the policy has not answered yet; [] without any."""
-    messages = ask.messages or []
-    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    return messages[answers[-1] + 1 :] if answers and ask.call > 0 else messages
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -180,7 +180,11 @@ class Groups:
         trouble = None
         for group in list(self._groups.values()):
             try:
-                await self._poll(group)
+                sessions = [self._load(identifier) for identifier in group.sessions]
+                for session in sessions:
+                    session.settle(self._reports)
+                if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
+                    await self._post(group, sessions)
             except (TrajectoryApiError, sqlite3.Error, OSError) as error:
                 trouble = error
             except Exception as error:  # this group alone cannot be read, or be given credit
@@ -190,13 +194,6 @@ class Groups:
             await self._api.status(env_id)  # it is alive, so it keeps its tickets
         if trouble is not None:
             raise trouble
-
-    async def _poll(self, group: SessionGroup) -> None:
-        sessions = [self._load(identifier) for identifier in group.sessions]
-        for session in sessions:
-            session.settle(self._reports)
-        if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
-            await self._post(group, sessions)
 
     async def _post(self, group: SessionGroup, sessions: list[Session]) -> None:
         kept = [session for session in sessions if session.state.reward is not None and session.tree.turns]

@@ -20,7 +20,6 @@ _LARGEST = (1 << 31) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 
 _Id = Annotated[int, Meta(ge=0, le=_LARGEST)]
-_Text = Annotated[str, Meta(min_length=1)]
 _PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
     "temperature": Annotated[float, Meta(ge=0)],
     "top_p": Annotated[float, Meta(gt=0, le=1)],
@@ -34,7 +33,7 @@ _PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
     "sampling_seed": Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)],
     "ignore_eos": bool,
     "stop_token_ids": list[_Id],
-    "stop": str | list[_Text],
+    "stop": str | list[Annotated[str, Meta(min_length=1)]],
 }
 _NAMES = {name: name for name in _PARAMETERS} | {  # in requests; of several for one, the last counts
     "min_tokens": "min_new_tokens",
@@ -49,7 +48,6 @@ _CONSTRAINTS = (
     " regex ebnf grammar json_schema structural_tag structured_outputs guided_json guided_regex guided_choice"
     " guided_grammar guided_decoding stop_regex thinking_token_budget truncate_prompt_tokens lora_path"
 ).split()
-_OTHER_POLICY = "would sample from another distribution than the one that is trained"
 
 
 class RequestError(AtroposError, ValueError):
@@ -193,7 +191,7 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: a value is none that SGLang takes, or the request wants several replies or constrained sampling.
     """
-    refuse(body, _CONSTRAINTS, _OTHER_POLICY)
+    refuse(body, _CONSTRAINTS, "would sample from another distribution than the one that is trained")
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise RequestError(f"{name} is {body[name]!r:.80}; a session gives one reply to a request: leave it out")

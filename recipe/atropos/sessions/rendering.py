@@ -28,9 +28,6 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.sessions.messages import Asked, Message, RequestError, read_object, tool_call
 from recipe.atropos.sessions.tree import Turn
 
-Thinking = Literal["kept", "as_template"]
-Parsed = tuple[str, str | None, list[tuple[str, str]]]  # content, reasoning, calls as (name, JSON of the arguments)
-
 _READ = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 _ID = "call00000"  # of a call; nine letters and digits, as Mistral's templates want
 _MARK = "\ue000the reply\ue001"  # stands for a sampled reply in a rendered text; private characters of Unicode
@@ -45,7 +42,11 @@ class Rendering:
     """
 
     def __init__(
-        self, tokenizer: Any, renderer: str = "auto", tool_parser: str | None = None, thinking: Thinking = "kept"
+        self,
+        tokenizer: Any,
+        renderer: str = "auto",
+        tool_parser: str | None = None,
+        thinking: Literal["kept", "as_template"] = "kept",
     ):
         self.tokenizer, self.thinking = tokenizer, thinking
         self._name, self._tool_parser = renderer, tool_parser
@@ -181,9 +182,11 @@ class Rendering:
                 return ids[1:] if ended and ids[:1] == [turn.tokens[-1]] else ids
         return None
 
-    def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:
-        """Return what ``tokens`` say, a reply with its opening. A call that cannot be read, or of a request without
-        tools, stays in the content.
+    def parsed(
+        self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]
+    ) -> tuple[str, str | None, list[tuple[str, str]]]:
+        """Return content, reasoning, and calls as (name, JSON of the arguments) of ``tokens``, a reply with its
+        opening. A call that cannot be read, or of a request without tools, stays in the content.
         """
         try:
             found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)

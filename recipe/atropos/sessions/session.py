@@ -193,17 +193,17 @@ class Session:
 
     def check(self) -> None:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
-        limits = self.state.limits
-        in_flight = sum(one.samples for known in self.exchanges.values() for one in known)
-        if self.state.end is None:
-            if limits.tokens is not None and self.sampled >= limits.tokens:
-                self.finish("tokens")
-            elif limits.turns is not None and len(self.tree.turns) + in_flight >= limits.turns:
-                self.finish("turns")
-            elif self.is_late:
-                self.finish("seconds")
+        limits, in_flight = self.state.limits, sum(one.samples for known in self.exchanges.values() for one in known)
+        used = {
+            "tokens": self.sampled,
+            "turns": len(self.tree.turns) + in_flight,
+            "seconds": time.time() - self.state.created,
+        }
+        reached = [name for name, n in used.items() if (most := getattr(limits, name)) is not None and n >= most]
+        if self.state.end is None and reached:
+            self.finish(reached[0])
         if (end := self.state.end) is not None:
-            limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
+            limit = getattr(limits, end) if end in used else None  # a program may say so too
             why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
             raise RequestError(f"the session has {why}", 403)
 
@@ -322,7 +322,10 @@ class Session:
             "inference_logprobs": [leaf.logprobs.tolist() for leaf in leaves],
             "policy_version_min": [leaf.versions[0] for leaf in leaves],
             "policy_version_max": [leaf.versions[1] for leaf in leaves],
-            "sampling_params": [[params.to_mapping() for params in leaf.sampling] for leaf in leaves],
+            "sampling_params": [
+                [params.to_mapping() for params in dict.fromkeys(turn.sampling for turn in leaf.turns)]
+                for leaf in leaves
+            ],
             "turn_numbers": [[turn.number for turn in leaf.spans] for leaf in leaves],
             "turn_values": [values and [values[turn.number] for turn in leaf.spans] for leaf in leaves],
         }

@@ -12,6 +12,8 @@ from pathlib import Path
 from recipe.atropos.errors import AtroposError
 
 _TABLES = """
+PRAGMA journal_mode=WAL;
+PRAGMA synchronous=NORMAL;
 CREATE TABLE IF NOT EXISTS sessions (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL, due REAL, ended INTEGER
 );
@@ -39,8 +41,6 @@ class SessionStore:
         mode = "?mode=ro" if path.with_name(f"{path.name}-wal").exists() else "?immutable=1"
         self._database = sqlite3.connect(path.absolute().as_uri() + mode * read_only, uri=True, isolation_level=None)
         if not read_only:
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_TABLES)
             columns = [name for _, name, *_ in self._database.execute("PRAGMA table_info(sessions)")]
             for name, kind in (("due", "REAL"), ("ended", "INTEGER")):

@@ -119,11 +119,6 @@ class Leaf:
         goes_on = [len(turn.added) == 0 for turn in self.turns[1:]]
         return [turn for turn, more in zip(self.turns, [*goes_on, False], strict=True) if not more]
 
-    @property
-    def sampling(self) -> list[SamplingParams]:
-        """The distinct parameters that the trained tokens were sampled with."""
-        return list(dict.fromkeys(turn.sampling for turn in self.turns))
-
 
 class Tree:
     """The turns of a session, in the order in which they were added."""
