@@ -109,8 +109,7 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
     parts = urlsplit(base_url)
     try:
         socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
-        server = APIServerConfig(base_url=base_url, api_key=api_key)
-        info = asyncio.run(client_of(server, _ANSWER_SECONDS).model_info())
+        info = asyncio.run(client_of(APIServerConfig(base_url=base_url, api_key=api_key), _ANSWER_SECONDS).model_info())
     except InferenceError as error:
         if error.status in (401, 403):
             raise WrongKey(

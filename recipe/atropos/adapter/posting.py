@@ -306,9 +306,8 @@ class PostingEnv(BaseEnv):
                     raise
                 return None
             if ticket is not None:
-                if self.__has_room():
-                    return ticket
-                return await api.release(ticket, "cancelled")  # an evaluation has started meanwhile
+                # else an evaluation has started meanwhile
+                return ticket if self.__has_room() else await api.release(ticket, "cancelled")
             await deadline.pause(
                 f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here; if no "
                 "environment's do, look into the trainer's log",

@@ -200,8 +200,11 @@ class AtroposEnv(gem.Env):
         reward, info = score(event, made)
         if self._bridge is not None:
             reward, info = self._shaped(reward, info)
-        reported = ("scores", "raw_scores", "dropped", "unscored")
-        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in reported}
+        self._last = {
+            "reward": reward,
+            "truncated": cut,
+            **{key: info[key] for key in ("scores", "raw_scores", "dropped", "unscored")},
+        }
         self._count(info["unscored"])
         return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
 
@@ -309,9 +312,8 @@ class AtroposEnv(gem.Env):
 
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
+    parts = [content] if isinstance(content, str) else [part.get("text", f"[{part.get('type')}]") for part in content]
+    return "\n".join(parts)
 
 
 def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:

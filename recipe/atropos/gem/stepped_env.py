@@ -42,8 +42,11 @@ def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
     """
     environment = load_environment(target) if isinstance(target, str) else target
     record_groups()
-    body = {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer}
-    return type(environment.__name__, (adapt(environment),), body)
+    return type(
+        environment.__name__,
+        (adapt(environment),),
+        {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer},
+    )
 
 
 def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:

@@ -130,9 +130,11 @@ class Groups:
 
     async def _registered(self, request: GroupRequest) -> int:
         """Return the number of a group's environment, which the API registers once for this store."""
-        about = {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0}
         place = f"{socket.gethostname()}:{self._store.path.resolve()}:{request.env}"
-        answer = await self._api.register_env(about, key=uuid.uuid5(uuid.NAMESPACE_URL, place).hex)
+        answer = await self._api.register_env(
+            {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0},
+            key=uuid.uuid5(uuid.NAMESPACE_URL, place).hex,
+        )
         if answer["status"] != "success":
             raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
         return answer["env_id"]

@@ -109,9 +109,7 @@ class Leaf:
     def versions(self) -> tuple[int | None, int | None]:
         """The oldest and the newest weight version among the trained tokens; None if one of them is unknown."""
         known = [turn.versions for turn in self.turns]
-        if None in known:
-            return None, None
-        return min(oldest for oldest, _ in known), max(newest for _, newest in known)
+        return (None, None) if None in known else (min(v[0] for v in known), max(v[1] for v in known))
 
     @property
     def spans(self) -> list[Turn]:
