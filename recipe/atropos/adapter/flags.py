@@ -21,7 +21,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,9 @@ def take_settings(arguments: list[str]) -> AdapterSettings | None:
     Raises:
         UsageError: a flag has no value, or an invalid one.
     """
-    given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {
+        flag.removeprefix(PREFIX): value for flag in _SETTINGS if (value := take_flag(arguments, flag)) is not None
+    }
     try:
         return AdapterSettings(**given) if given else None
     except ValidationError as error:
@@ -106,23 +107,22 @@ def check_flags(arguments: list[str], known: set[str]) -> None:
 
 
 def server_configs(
-    default: Any, flags: dict[str, Any], yaml_servers: dict | list | None = None
+    default: Any, flags: dict[str, Any], in_file: Sequence[dict[str, Any]] = ()
 ) -> tuple[ServerBaseline | list[APIServerConfig], bool]:
     """Return what ``config_init`` must return so that ``flags`` (without ``openai.``) and a file's servers apply.
 
     The second value: the flags are already applied, and BaseEnv must not see them, since it rejects them for several.
     """
-    in_file = isinstance(yaml_servers, dict) or len(yaml_servers or []) == 1
     if isinstance(default, APIServerConfig):
         return [default], False
     if isinstance(default, ServerBaseline):
-        if not flags and not yaml_servers:
+        if not flags and not in_file:
             return default, False
         url, rest = "http://localhost:{}/v1", default.model_dump()
         default = [APIServerConfig(**rest, base_url=url.format(port), api_key="x") for port in _BASELINE_PORTS]
-    if len(default) < 2 or in_file or "base_url" in flags:
+    if len(default) < 2 or len(in_file) == 1 or "base_url" in flags:
         return default[:1], False
-    if not flags or yaml_servers:
+    if not flags or in_file:
         return default, False
     return [type(config)(**(config.model_dump() | flags)) for config in default], True
 
@@ -183,8 +183,11 @@ class CommandLine:
             code = 2
             for problem in error.errors():
                 name = ".".join(map(str, problem["loc"]))
-                lacking = f"{name} needs a default in the class, or a value in config_init()"  # flags come later
-                what = lacking if problem["type"] == "missing" else f"--{name}={problem['input']!r}"
+                what = (
+                    f"{name} needs a default in the class, or a value in config_init()"  # flags come later
+                    if problem["type"] == "missing"
+                    else f"--{name}={problem['input']!r}"
+                )
                 print(f"error: {error.title}: {what}: {problem['msg']}", file=sys.stderr)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
@@ -215,12 +218,13 @@ class CommandLine:
         file = yaml.safe_load(Path(path).read_text() if path else "") or {}
         openai = extract_namespace(flags, _OPENAI)
         _check_names(OPENAI_NAMESPACE, openai, APIServerConfig)
-        servers = file.get(OPENAI_NAMESPACE)
+        servers = file.get(OPENAI_NAMESPACE) or []
+        servers = [servers] if isinstance(servers, dict) else servers
         env_in_file = file.get(ENV_NAMESPACE) or {}
         env_config, default = cls.__own_defaults()
         try:
             _check_names(ENV_NAMESPACE, env_in_file, type(env_config))
-            for one in servers if isinstance(servers, list) else [servers]:
+            for one in servers:
                 _check_names(OPENAI_NAMESPACE, one, APIServerConfig)
         except UsageError as error:
             raise UsageError(f"--config={path}: {error}") from error
@@ -234,9 +238,8 @@ class CommandLine:
                     take_flag(sys.argv, flag)
             check_flags(sys.argv[1:], known)
         if isinstance(configs, list) and not cls.only_checked:
-            listed = [servers] if isinstance(servers, dict) else servers or [{}]
-            first = listed[0]
-            if len(listed) > 1:  # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too
+            first = servers[0] if servers else {}
+            if len(servers) > 1:  # BaseEnv takes several of a file as they are; the tokenizer is the environment's, too
                 first = APIServerConfig(**first).model_dump(exclude={"tokenizer_name"})
             env_given = extract_namespace(flags, f"{ENV_NAMESPACE}{NAMESPACE_SEP}") | env_in_file
             env_config, configs = complete(env_config, configs, first | openai, env_given, "serve" in arguments)

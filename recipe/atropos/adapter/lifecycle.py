@@ -92,12 +92,20 @@ class Lifecycle:
     async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log ``metrics`` as ``BaseEnv`` does; NumPy scalars are accepted too."""
         self._logged = True
-        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
-        await super().evaluate_log(plain, *args, **kwargs)
+        await super().evaluate_log(
+            {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()},
+            *args,
+            **kwargs,
+        )
 
     async def _run_evaluation(self) -> None:
         """Do what ``BaseEnv._run_evaluate`` does, and write the metrics to a file."""
-        self._remove_secrets()
+        if self._umask is not None:  # what BaseEnv has written may be read, without the secrets
+            os.umask(self._umask)
+            folder = self.config.data_dir_to_save_evals
+            if folder is not None and (written := Path(folder) / "evaluate_config.yaml").exists():
+                public = without_secrets(yaml.safe_load(written.read_text()))
+                write_atomic(written, yaml.safe_dump(public, sort_keys=False).encode())
         await self.setup()
         started = time.time()
         try:
@@ -113,15 +121,6 @@ class Lifecycle:
             await self.evaluate_log(found, start_time=started, end_time=time.time())
         else:
             logger.warning("%s: evaluate reports nothing", type(self).__name__)
-
-    def _remove_secrets(self) -> None:
-        if self._umask is None:
-            return
-        os.umask(self._umask)
-        folder = self.config.data_dir_to_save_evals
-        if folder is not None and (written := Path(folder) / "evaluate_config.yaml").exists():
-            public = without_secrets(yaml.safe_load(written.read_text()))
-            write_atomic(written, yaml.safe_dump(public, sort_keys=False).encode())
 
     async def _run_evaluate(self) -> None:
         await self.__to_the_end(self._run_evaluation)
@@ -211,8 +210,10 @@ async def check_tokenizer(server: SGLangServer, tokenizer: Any, name: str) -> bo
         return True
     policy = info.get("tokenizer_path") or info.get("model_path")
     key = "model_name" if server.config.tokenizer_name == "none" else "tokenizer_name"
-    handle = (f"--openai.{key}", getattr(server.config, key), server.tokenizer)
-    for flag, named, used in (("--env.tokenizer_name", name, tokenizer), handle):
+    for flag, named, used in (
+        ("--env.tokenizer_name", name, tokenizer),
+        (f"--openai.{key}", getattr(server.config, key), server.tokenizer),
+    ):
         ours = used.encode(text, add_special_tokens=False)
         if ours != theirs:
             i = len(os.path.commonprefix([ours, theirs]))

@@ -26,7 +26,6 @@ It follows the environment in the MRO, so the environment's own overrides still 
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import math
 import os
@@ -51,7 +50,7 @@ from recipe.atropos.errors import EnvironmentFailure
 from recipe.atropos.run.reporting import PLACE, EnvReport, Place
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.tasks import guarded
+from recipe.atropos.utils.tasks import awaited, guarded
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ class PostingEnv(BaseEnv):
     api_timeout = 300.0  # s without an answer from the API, until the environment ends
     trainer_timeout = 3600.0  # s without a trainer
     longest_wait = 3600.0  # s without a ticket
-    _most_items: int | None = None  # in flight, where an environment knows that more would only wait
+    _most_items = math.inf  # in flight, where an environment knows that more would only wait
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -131,8 +130,7 @@ class PostingEnv(BaseEnv):
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise EnvironmentFailure(f"--env.rollout_server_url={url}: no address; give http://HOST:PORT")
         keys = [os.environ.get(API_KEY_VARIABLE), *(server.config.api_key for server in sglang_servers(self.server))]
-        secret = next((key for key in keys if key), None)
-        secret = None if secret in ("x", "none") else secret
+        secret = next((key for key in keys if key not in (None, "", "x", "none")), None)
         client = TrajectoryApiClient(url, secret, self.api_timeout, held=self.longest_wait)
         try:
             await (await client.__aenter__()).diagnose()
@@ -232,8 +230,7 @@ class PostingEnv(BaseEnv):
             self.max_num_workers = self.config.max_num_workers_per_node * len(self.server.servers)
             if self.config.max_num_workers_per_node == BaseEnvConfig().max_num_workers_per_node:
                 self.max_num_workers = self.adapter_settings.groups_in_flight or self.max_num_workers
-        if self._most_items is not None:
-            self.max_num_workers = min(self.max_num_workers, self._most_items)
+        self.max_num_workers = min(self.max_num_workers, self._most_items)
 
     async def _disconnect(self, reason: str = "") -> None:
         """Leave the API, which then releases all tickets that are open; ``reason``: "" if nothing is wrong."""
@@ -249,9 +246,8 @@ class PostingEnv(BaseEnv):
 
     def _stop_items(self) -> None:
         """Cancel running items; start no more."""
-        for task in (self.__starting, *self.workers, *self.eval_workers):
-            if task is not None:
-                task.cancel()
+        for task in filter(None, (self.__starting, *self.workers, *self.eval_workers)):
+            task.cancel()
 
     async def add_train_workers(self) -> None:
         """Let items start in a task of their own, since waiting for a ticket must not hold up the manager."""
@@ -310,11 +306,13 @@ class PostingEnv(BaseEnv):
                     raise
                 return None
             if ticket is not None:
-                if self.__has_room():
-                    return ticket
-                return await api.release(ticket, "cancelled")  # an evaluation has started meanwhile
-            waiting = f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here"
-            await deadline.pause(f"{waiting}; if no environment's do, look into the trainer's log", 0)
+                # else an evaluation has started meanwhile
+                return ticket if self.__has_room() else await api.release(ticket, "cancelled")
+            await deadline.pause(
+                f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here; if no "
+                "environment's do, look into the trainer's log",
+                0,
+            )
         return None
 
     def __worker_ended(self, item: Any, place: Place, worker: asyncio.Task) -> None:
@@ -361,9 +359,7 @@ class PostingEnv(BaseEnv):
         self.running_items.pop(item_uuid, None)  # not earlier: if this worker is canceled, its item starts again
         self.report.count("items")
         try:
-            cleanup = self.cleanup()
-            if inspect.isawaitable(cleanup):
-                await cleanup
+            await awaited(self.cleanup())
         except Exception as error:
             self._count_failure("cleanup", error)
         return groups

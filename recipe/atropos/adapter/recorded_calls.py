@@ -65,20 +65,21 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     arguments = {**arguments, **(arguments.get("extra_body") or {})}
     params, unknown = {}, {}
     for name, value in arguments.items():
-        if value is None or name in _WITHOUT_EFFECT:
+        if value is None or name in _WITHOUT_EFFECT or (name == "response_format" and value.get("type") == "text"):
             continue
         if name in _PARAMS:
             params[_PARAMS[name]] = value
-        elif name == "response_format" and value.get("type") in ("text", "json_object", "json_schema"):
+        elif name == "response_format" and value.get("type") in ("json_object", "json_schema"):
             schema = value.get("json_schema", {}).get("schema", {"type": "object"})
-            if value["type"] != "text":
-                params["json_schema"] = orjson.dumps(schema).decode()
+            params["json_schema"] = orjson.dumps(schema).decode()
         elif value is not False and value != []:  # stream, echo, logprobs or tools not requested
             unknown[name] = value
     stop = params.get("stop")
     if isinstance(stop, list) and any(isinstance(one, int) for one in stop):  # some environments pass token ids
-        params["stop"] = [one for one in stop if isinstance(one, str)]
-        params["stop_token_ids"] = [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", [])
+        params |= {
+            "stop": [one for one in stop if isinstance(one, str)],
+            "stop_token_ids": [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", []),
+        }
     return params, unknown
 
 
@@ -121,8 +122,7 @@ class Calls:
 
         async def request(n: int) -> list[SampledReply]:
             answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
-            found = map(read_reply, answers if isinstance(answers, list) else [answers])
-            return [reply for reply in found if reply is not None]
+            return [*filter(None, map(read_reply, answers if isinstance(answers, list) else [answers]))]
 
         replies = await self._whole(request, params.get("n", 1), client.url, "/generate")
         for reply in replies:
@@ -167,12 +167,11 @@ class Calls:
         return await self._respond(True, server, text, {"max_new_tokens": None, **params}, arguments.get("timeout"))
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
-        arguments = dict(kwargs)
-        prompt = arguments.pop("prompt")
-        params, unknown = sampling_params(arguments)
+        prompt = kwargs["prompt"]
+        params, unknown = sampling_params({**kwargs, "prompt": None})
         if unknown or not isinstance(prompt, str):
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
-        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
+        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, kwargs.get("timeout"))
 
     async def _respond(
         self, chat: bool, server: SGLangServer, text: str, params: dict[str, Any], timeout: float | None
@@ -219,8 +218,12 @@ def sglang_servers(manager: Any) -> list[SGLangServer]:
 def client_of(server: APIServerConfig, timeout: float | None = None) -> SGLangClient:
     """Return a client of the server; ``timeout`` of a call in s, None for the server's."""
     url = server.base_url.removesuffix("/").removesuffix("/v1")
-    own = server.api_key == os.environ.get(API_KEY_VARIABLE)
-    return SGLangClient(url, server.api_key or None, timeout or server.timeout, own=own)
+    return SGLangClient(
+        url,
+        server.api_key or None,
+        timeout or server.timeout,
+        own=server.api_key == os.environ.get(API_KEY_VARIABLE),
+    )
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -287,9 +290,9 @@ class RecordingManagedServer(ManagedServer):
         self._prompt = self._restored(input_text)
         current = {id(node) for node in self.current_nodes}
         found = [one for one in self._begins(self._prompt) if id(one[0]) in current]
-        best = max(found, key=lambda one: (one[1], self._is_free(one[0])), default=(None, 0))
-        self._extends[asyncio.current_task()] = best
-        return best[0]
+        node, size = max(found, key=lambda one: (one[1], self._is_free(one[0])), default=(None, 0))
+        self._extends[asyncio.current_task()] = node, size
+        return node
 
     def _is_free(self, node: SequenceNode) -> bool:
         """Return whether no call of another task waits for its reply, by which it extends the node."""
@@ -340,7 +343,7 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the arguments into those for the chat template, as SGLang does, and the others."""
-    others = {**kwargs, **(kwargs.get("extra_body") or {})}
+    others = {**kwargs, **(kwargs.get("extra_body") or {}), "extra_body": None}
     reasoning, effort = others.pop("reasoning", None) or {}, others.pop("reasoning_effort", None)
     effort = effort or reasoning.get("effort")
     template = {}
@@ -348,7 +351,6 @@ def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[st
         template = dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
     if effort:
         template["reasoning_effort"] = effort
-    others.pop("extra_body", None)
     return template | (others.pop("chat_template_kwargs", None) or {}), others
 
 
@@ -356,15 +358,20 @@ def openai_response(chat: bool, model: str, prompt_tokens: int, replies: Sequenc
     """Return a ChatCompletion, or a Completion, of replies: their text, number of tokens, and finish reason."""
     tokens = sum(size for _, size, _ in replies)
     said = [{"message": {"role": "assistant", "content": text}} if chat else {"text": text} for text, _, _ in replies]
-    answer = {
-        "id": uuid.uuid4().hex,
-        "created": int(time.time()),
-        "model": model,
-        "object": "chat.completion" if chat else "text_completion",
-        "choices": [
-            {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
-            for index, (_, _, reason) in enumerate(replies)
-        ],
-        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens},
-    }
-    return (ChatCompletion if chat else TextCompletion).model_validate(answer)
+    return (ChatCompletion if chat else TextCompletion).model_validate(
+        {
+            "id": uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": model,
+            "object": "chat.completion" if chat else "text_completion",
+            "choices": [
+                {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
+                for index, (_, _, reason) in enumerate(replies)
+            ],
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": tokens,
+                "total_tokens": prompt_tokens + tokens,
+            },
+        }
+    )

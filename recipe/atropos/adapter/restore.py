@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partialmethod
 from typing import Any
 
 from atroposlib.envs.base import ScoredDataGroup
@@ -141,11 +141,11 @@ def restore(
                 counts["retokenized"] += 1
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
-        valid = [(a, b) for flag, a, b in found if flag and isinstance(a, int | float) and -math.inf < a <= 0]
-        if any(abs(a - b) > _OTHER for a, b in valid):
+        if any(
+            flag and isinstance(a, int | float) and -math.inf < a <= 0 and abs(a - b) > _OTHER for flag, a, b in found
+        ):
             counts["other_logprobs"] += 1
-        logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
-        row.add(piece.tokens, flags, logprobs_here, columns)
+        row.add(piece.tokens, flags, [value if flag else _NOT_SAMPLED for flag, _, value in found], columns)
     return row
 
 
@@ -178,8 +178,7 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
     rows, before = [], counts[Reason.PARTIAL_REPLY]
     for i, sequence in enumerate(group["tokens"]):
         values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
-        logprobs = _over(group, "inference_logprobs", i)
-        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counts))
+        rows.append(restore(cache, sequence, group["masks"][i], _over(group, "inference_logprobs", i), values, counts))
     if not any(row.replies for row in rows):
         reason = Reason.PARTIAL_REPLY if counts[Reason.PARTIAL_REPLY] > before else Reason.NOT_SAMPLED
         raise RefusedGroup(
@@ -191,10 +190,12 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
         "tokens": [row.tokens for row in rows],
         "masks": [row.masks for row in rows],
         "inference_logprobs": [row.logprobs for row in rows],
+        **{
+            name: [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
+            for name in _PER_TOKEN
+            if group.get(name)
+        },
     }
-    for name in _PER_TOKEN:
-        if group.get(name):
-            group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
     origin = {
         "policy_version_min": [row.versions[0] for row in rows],
         "policy_version_max": [row.versions[1] for row in rows],
@@ -217,8 +218,7 @@ async def collect_each(
     found: list[dict] = []
     backlog: list[Any] = []
     for _ in range(_ROUNDS):
-        missing = group_size - len(found)
-        for trajectory, more in await together(collect(item) for _ in range(missing)):
+        for trajectory, more in await together(collect(item) for _ in range(group_size - len(found))):
             backlog.extend(more)
             if isinstance(trajectory, dict):
                 found.append(trajectory)
@@ -277,12 +277,6 @@ def chat_templates_give_lists() -> None:
     From version 5 on it returns a BatchEncoding, whose length is 2: ``tokenize_for_trainer`` then masks nothing and
     posts no tokens. Environments create their own tokenizers, so the base class is patched.
     """
-    original = PreTrainedTokenizerBase.apply_chat_template
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def apply_chat_template(self: PreTrainedTokenizerBase, *args: Any, return_dict: bool = False, **kwargs: Any) -> Any:
-        return original(self, *args, return_dict=return_dict, **kwargs)
-
-    PreTrainedTokenizerBase.apply_chat_template = apply_chat_template
+    original = vars(PreTrainedTokenizerBase)["apply_chat_template"]
+    if not isinstance(original, partialmethod):
+        PreTrainedTokenizerBase.apply_chat_template = partialmethod(original, return_dict=False)

@@ -39,8 +39,6 @@ from recipe.atropos.utils.tasks import in_own_thread
 
 _SECONDS = 60.0  # that the values of a group's turns may take
 
-Values = Callable[[Any, str], float]
-
 
 class CreditError(ConfigurationError):
     """What the environment gives cannot be credited; the message names it."""
@@ -154,7 +152,7 @@ class Credit(BaseModel):
         shown |= self.model_dump(exclude_defaults=True)
         return " ".join(f"{name}={value}" for name, value in shown.items())
 
-    def function(self) -> Values | None:
+    def function(self) -> Callable[[Any, str], float] | None:
         """Return the function that ``values`` names. Raises ConfigurationError if there is none."""
         return None if self.values is None else named_function(self.values, "environment.credit.values")
 

@@ -16,7 +16,7 @@ Shapes: D decisions, each after its parent.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -135,14 +135,6 @@ def _siblings(group: Decisions) -> np.ndarray:
     return np.bincount(group.parents + 1)[group.parents + 1]
 
 
-def _members(keys: Sequence[Hashable]) -> Iterable[list[int]]:
-    """Return the indices of each key."""
-    members: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for i, key in enumerate(keys):
-        members[key].append(i)
-    return members.values()
-
-
 def weights(group: Decisions) -> np.ndarray:
     """Return the part of a rollout that each decision stands for, (D,): 1, shared equally where it branches.
 
@@ -179,10 +171,13 @@ def outcome_advantages(group: Decisions) -> np.ndarray:
 def _normalized(values: np.ndarray, among: Sequence[Hashable]) -> np.ndarray:
     """Return (value - mean) / deviation over the decisions of the same key, (D,); 0 for the only one of a key."""
     found = np.zeros(len(values))
-    for members in _members(among):
-        if len(members) > 1:
-            own = values[members]
-            found[members] = (own - own.mean()) / (own.std(ddof=1) + _EPSILON)
+    members: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for i, key in enumerate(among):
+        members[key].append(i)
+    for alike in members.values():
+        if len(alike) > 1:
+            own = values[alike]
+            found[alike] = (own - own.mean()) / (own.std(ddof=1) + _EPSILON)
     return found
 
 
@@ -227,8 +222,9 @@ def advantages(
 ) -> np.ndarray:
     """Return the advantages of a group's decisions, (D,), those of ``PAPERS`` for a ``method`` of these; ``mix`` is the
     share of outcome GRPO in them."""
-    if method in PAPERS:
-        credit = PAPERS[method](group, gamma, weight)
-    else:
-        credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
+    credit = (
+        PAPERS[method](group, gamma, weight)
+        if method in PAPERS
+        else scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
+    )
     return (1 - mix) * credit + mix * outcome_advantages(group) if mix else credit

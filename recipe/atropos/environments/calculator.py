@@ -41,17 +41,16 @@ from recipe.atropos.environments.word_problems import WordProblem, gold_answer, 
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.tasks import together
 
-SYSTEM_PROMPT = (
-    f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are told "
-    "the result. It knows numbers, + - * / and parentheses. At the end, without a call, put the final number, and "
-    r"nothing else, into \boxed{}."
-)
-
 
 class CalculatorEnvConfig(GSM8kEnvConfig):
     """The options of ``gsm8k``; ``max_answer_tokens`` limits one turn."""
 
-    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    system_prompt: str = Field(
+        f"Solve the problem step by step with a calculator: write {OPEN}412 + 97{CLOSE}, end your turn, and you are "
+        "told the result. It knows numbers, + - * / and parentheses. At the end, without a call, put the final number, "
+        r"and nothing else, into \boxed{}.",
+        description="Empty for none",
+    )
     max_turns: int = Field(8, ge=1, description="Of the policy, the one with the final answer included")
     tool_role: Literal["tool", "user"] = Field(
         "tool", description="Role of the calculator's answers; 'user' for chat templates without tools"

@@ -24,8 +24,6 @@ from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv,
 
 logger = logging.getLogger(__name__)
 
-SYSTEM_PROMPT = "Write the Python function that is asked for, with the imports that it needs, in one ```python block."
-
 
 class CodeEnvConfig(SingleTurnEnvConfig):
     """The options of single-turn environments and of the sandbox, whose limits apply to each answer."""
@@ -35,7 +33,10 @@ class CodeEnvConfig(SingleTurnEnvConfig):
         description="In HumanEval's or MBPP's format: a hub name, .jsonl or .parquet file, or folder; or 'synthetic'",
     )
     dataset_config: str | None = Field(None, description="Configuration of the dataset on the hub")
-    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    system_prompt: str = Field(
+        "Write the Python function that is asked for, with the imports that it needs, in one ```python block.",
+        description="Empty for none",
+    )
     shown_tests: int = Field(1, ge=0, description="How many of MBPP's tests the policy reads; HumanEval's never")
     isolation: Isolation = Field("seccomp", description="Of the sandbox; 'none' is unsafe")
     sandboxes: int | None = Field(None, ge=1, description="Answers that run at a time; by default one a core")
@@ -74,14 +75,17 @@ class CodeEnv(SingleTurnEnv):
             ConfigurationError: naming the dataset, file or row.
         """
         name, part, shown = config.dataset_name, config.dataset_config, config.shown_tests
-        train = load_problems(name, "train", part, config.train_size, config.seed, shown)
-        return train, load_problems(name, "test", part, config.eval_size, 0, shown)
+        return (
+            load_problems(name, "train", part, config.train_size, config.seed, shown),
+            load_problems(name, "test", part, config.eval_size, 0, shown),
+        )
 
     async def verdicts(self, problem: Problem, texts: list[str]) -> list[ProgramVerdict]:
         """Return the verdict of each answer, in order."""
         loop, sandbox = asyncio.get_running_loop(), self.sandbox
-        jobs = [job(problem, text) for text in texts]
-        found = await asyncio.gather(*(loop.run_in_executor(sandbox.executor, sandbox.check, one) for one in jobs))
+        found = await asyncio.gather(
+            *(loop.run_in_executor(sandbox.executor, sandbox.check, job(problem, text)) for text in texts)
+        )
         for verdict in found:
             self.report.count(f"answers/{verdict.why}")
         return found

@@ -26,8 +26,6 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.environments.single_turn import Conversation, SingleTurnEnv, SingleTurnEnvConfig
 from recipe.atropos.environments.word_problems import GSM8K, WordProblem, gold_answer, load_problems, progress
 
-SYSTEM_PROMPT = r"Solve the problem step by step. Put the final number, and nothing else, into \boxed{}."
-
 _BOXED = LatexExtractionConfig(
     normalization_config=NormalizationConfig(
         nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True
@@ -44,7 +42,10 @@ class GSM8kEnvConfig(SingleTurnEnvConfig):
         GSM8K, description="A hub name, a GSM8K .jsonl file or folder, or 'synthetic': problems generated for trials"
     )
     dataset_config: str = Field("main", description="Configuration of the dataset on the hub, or subfolder")
-    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    system_prompt: str = Field(
+        r"Solve the problem step by step. Put the final number, and nothing else, into \boxed{}.",
+        description="Empty for none",
+    )
 
 
 class GSM8kEnv(SingleTurnEnv):
@@ -62,8 +63,10 @@ class GSM8kEnv(SingleTurnEnv):
             AtroposError, FileNotFoundError, ValueError: naming the dataset, file or line.
         """
         name, part = config.dataset_name, config.dataset_config
-        train = load_problems(name, "train", part, config.train_size, seed=config.seed)
-        return train, load_problems(name, "test", part, config.eval_size)
+        return (
+            load_problems(name, "train", part, config.train_size, seed=config.seed),
+            load_problems(name, "test", part, config.eval_size),
+        )
 
     async def scores(self, problem: WordProblem, answers: list[str], nodes: list[Any]) -> list[float]:
         """Score each answer. Raises ValueError if the gold answer cannot be parsed."""

@@ -24,7 +24,6 @@ Guarantees:
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import io
 import json
 import logging
@@ -56,7 +55,7 @@ from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.tasks import in_own_thread, together
+from recipe.atropos.utils.tasks import awaited, in_own_thread, together
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +134,11 @@ class SessionsEnv(ItemsEnv):
     async def _run(self, item: Item, sampling: dict[str, Any], over: float, **place: Any) -> dict[str, Any]:
         """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
         config = self.config
-        longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
-        limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
+        limits = {
+            "turns": config.max_turns,
+            "tokens": config.max_tokens,
+            "context": min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0),
+        }
         async with self._slots:
             limits["seconds"] = seconds = min(config.time_limit, max(over - time.monotonic(), _POLL))
             opened = await self._sessions.open(
@@ -213,8 +215,11 @@ class ProgramEnv(SessionsEnv):
                 named_function(target, f"--env.{name}")
         if config.items is None:
             raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
-        train = _items("items", config.items, "train")
-        return parted(config, train, config.held_out and _items("held_out", config.held_out, "test"))
+        return parted(
+            config,
+            _items("items", config.items, "train"),
+            config.held_out and _items("held_out", config.held_out, "test"),
+        )
 
     async def play(self, item: Item, opened: Opened) -> Any:
         if self.config.agent:
@@ -268,8 +273,7 @@ class ProgramEnv(SessionsEnv):
             logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
             raise SessionFailed("exit_status")
         if self.config.score is not None:
-            scored = await in_own_thread(named_function(self.config.score, "--env.score"), item, output)
-            return await scored if inspect.isawaitable(scored) else scored
+            return await awaited(await in_own_thread(named_function(self.config.score, "--env.score"), item, output))
         return await asyncio.to_thread(lambda: next(filter(_holds_reward, reversed(output.split("\n"))), None))
 
 

@@ -26,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 Problem = dict[str, Any]  # reasoning-gym's question, answer, metadata
 
-SYSTEM_PROMPT = (
-    "Answer the question, step by step if that helps. Put the final answer, and nothing else, between <answer> and "
-    "</answer>."
-)
 _HELD_OUT_SEED = 1_000_000
 _SEEDS_APART = 1_000_003  # reasoning-gym's problem i of seed s is problem 0 of seed s + i
 _SEEDS = 2**32 - 2**24  # some tasks accept only 32 bits
@@ -44,7 +40,11 @@ class ReasoningEnvConfig(SingleTurnEnvConfig):
     eval_size: int = Field(
         256, ge=1, description="Number of held-out problems; fewer where a task has fewer different ones"
     )
-    system_prompt: str = Field(SYSTEM_PROMPT, description="Empty for none")
+    system_prompt: str = Field(
+        "Answer the question, step by step if that helps. Put the final answer, and nothing else, between <answer> and "
+        "</answer>.",
+        description="Empty for none",
+    )
 
 
 class ReasoningEnv(SingleTurnEnv):
@@ -65,8 +65,10 @@ class ReasoningEnv(SingleTurnEnv):
                 "PYTHONHASHSEED is not 0: some tasks, such as isomorphic_strings, have other held-out problems in each "
                 "process; set PYTHONHASHSEED=0"
             )
-        train = dataset(config.task, config.task_config, config.train_size, config.seed)
-        return train, held_out(config.task, config.task_config, config.eval_size)
+        return (
+            dataset(config.task, config.task_config, config.train_size, config.seed),
+            held_out(config.task, config.task_config, config.eval_size),
+        )
 
     async def setup(self) -> None:
         """Load both sets of problems. Raises ValueError as ``load``, or if the task cannot score its own answer."""
@@ -74,8 +76,9 @@ class ReasoningEnv(SingleTurnEnv):
         self._held_out = {problem["question"] for problem in self.test}
         right = self.test[0]["answer"]
         if right is not None and score(self.train, f"<answer>{right}</answer>", self.test[0]) is None:
-            task = self.config.task
-            raise ValueError(f"--env.task={task}: the task cannot score its own answer {right!r}; take another")
+            raise ValueError(
+                f"--env.task={self.config.task}: the task cannot score its own answer {right!r}; take another"
+            )
 
     def order(self, epoch: int) -> Sequence[int]:
         """Return the indices unshuffled: generated problems come in no particular order."""

@@ -28,17 +28,13 @@ _HELD_OUT_SHARE = 10  # one problem in ten is held out
 
 _NAMES = ("Anna", "Ben", "Carla", "Daniel", "Emma", "Felix", "Grace", "Hugo")
 _ITEMS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "stamps")
-_TEMPLATES = {
-    "+": (
-        "{name} has {a} {items} and buys {b} more. How many {items} does {name} have now?",
-        "{name} has {a} {items} and finds {b} more. How many {items} does {name} have now?",
-    ),
-    "-": (
-        "{name} has {a} {items} and gives {b} away. How many {items} does {name} have now?",
-        "{name} has {a} {items} and loses {b} of them. How many {items} does {name} have now?",
-        "{name} has {a} {items} and sells {b} of them. How many {items} does {name} have now?",
-    ),
-}
+_TEMPLATES = (
+    ("+", "{name} has {a} {items} and buys {b} more. How many {items} does {name} have now?"),
+    ("+", "{name} has {a} {items} and finds {b} more. How many {items} does {name} have now?"),
+    ("-", "{name} has {a} {items} and gives {b} away. How many {items} does {name} have now?"),
+    ("-", "{name} has {a} {items} and loses {b} of them. How many {items} does {name} have now?"),
+    ("-", "{name} has {a} {items} and sells {b} of them. How many {items} does {name} have now?"),
+)
 _LARGEST = 20  # largest number in a one-step problem or its answer
 
 _BEGINNINGS = {"": "{name} has {a} {items}.", "*": "{name} has {a} boxes of {b} {items}."}
@@ -72,8 +68,7 @@ def split_of(question: str, share: int = _HELD_OUT_SHARE) -> Split:
 
 
 def _one_step(rng: random.Random) -> WordProblem:
-    templates = [(operator, text) for operator, texts in _TEMPLATES.items() for text in texts]
-    operator, template = rng.choice(templates)
+    operator, template = rng.choice(_TEMPLATES)
     if operator == "+":
         a = rng.randint(1, _LARGEST - 1)
         b = rng.randint(1, _LARGEST - a)
@@ -141,7 +136,12 @@ def load_problems(
         return generate(split, size or 4096, seed, dataset)
     path = Path(dataset).expanduser()
     if looks_local(dataset) or dataset.endswith(".jsonl"):
-        file = _local_file(path, split, config)
+        candidates = [path] if path.is_file() else [path / f"{split}.jsonl", path / (config or "") / f"{split}.jsonl"]
+        if (file := next(filter(Path.is_file, candidates), None)) is None:
+            raise FileNotFoundError(
+                f"dataset {str(path)!r}: no {' or '.join(map(str, candidates))}; give a GSM8K .jsonl file or folder, a "
+                f"name on the hub, or one of {', '.join(GENERATED)}"
+            )
         local = [_checked(row, where) for where, row in read_jsonl(file)]
         if file == path:  # of both splits
             local = [row for row in local if split_of(row["question"]) == split]
@@ -154,16 +154,6 @@ def load_problems(
     )
     rows = load_dataset("dataset_name", dataset, fix, config, split=split if size is None else f"{split}[:{size}]")
     return [_checked(row, f"{dataset} row {i}") for i, row in enumerate(rows)]
-
-
-def _local_file(path: Path, split: str, config: str | None) -> Path:
-    candidates = [path] if path.is_file() else [path / f"{split}.jsonl", path / (config or "") / f"{split}.jsonl"]
-    if (found := next(filter(Path.is_file, candidates), None)) is None:
-        raise FileNotFoundError(
-            f"dataset {str(path)!r}: no {' or '.join(map(str, candidates))}; give a GSM8K .jsonl file or folder, a "
-            f"name on the hub, or one of {', '.join(GENERATED)}"
-        )
-    return found
 
 
 def _checked(row: dict, where: str) -> WordProblem:

@@ -28,7 +28,7 @@ from gem.utils.constants import TERMINAL_STATE
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.gem.outer_policy import ActionRequest, Episode, Messages
+from recipe.atropos.gem.outer_policy import ActionRequest, Episode
 from recipe.atropos.gem.stepped_env import (
     GRACE,
     SteppedEnvironment,
@@ -191,8 +191,7 @@ class AtroposEnv(gem.Env):
         """
         if self._ask is None:
             raise RuntimeError(f"{self._class.__name__} waits for no answer; call reset() to begin an episode")
-        answer = self._ask.answer(action, self._environment.base.tokenizer)
-        cut = answer.finish_reason == "length"
+        cut = self._ask.answer(action, self._environment.base.tokenizer).finish_reason == "length"
         made = self._episode.made
         event = self._next("an answer")
         if isinstance(event, ActionRequest):
@@ -201,8 +200,11 @@ class AtroposEnv(gem.Env):
         reward, info = score(event, made)
         if self._bridge is not None:
             reward, info = self._shaped(reward, info)
-        reported = ("scores", "raw_scores", "dropped", "unscored")
-        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in reported}
+        self._last = {
+            "reward": reward,
+            "truncated": cut,
+            **{key: info[key] for key in ("scores", "raw_scores", "dropped", "unscored")},
+        }
         self._count(info["unscored"])
         return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
 
@@ -225,8 +227,9 @@ class AtroposEnv(gem.Env):
             return
         episode.close()
         if wait and not episode.wait(GRACE):
-            name = self._class.__name__
-            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
+            raise TimeoutError(
+                f"{self._class.__name__}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop"
+            )
 
     def spawn(self, same_state: bool = False, **kwargs: Any) -> "AtroposEnv":
         """Return another environment with the same arguments, except ``kwargs``."""
@@ -248,8 +251,9 @@ class AtroposEnv(gem.Env):
                 terms = [bridge.terms(*each) for each in judged(self._environment.base.tokenizer, group)]
             except TimeoutError as error:
                 return math.nan, info | {"scores": [], "unscored": str(error)}
-            pairs = zip(group["scores"], terms, strict=True)
-            scores += [bridge.shaped(float(raw), each, step or 0) for raw, each in pairs]
+            scores += [
+                bridge.shaped(float(raw), each, step or 0) for raw, each in zip(group["scores"], terms, strict=True)
+            ]
         return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
 
     def _next(self, after: str) -> ActionRequest | Any:
@@ -275,8 +279,10 @@ class AtroposEnv(gem.Env):
             raise
 
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
-        new = _new_messages(ask)
-        self._ask = ask
+        self._ask, new = ask, ask.messages or []
+        answers = [i for i, message in enumerate(new) if message.get("role") == "assistant"]
+        if answers and ask.call > 0:  # else the policy has not answered yet
+            new = new[answers[-1] + 1 :]
         info = {
             "messages": ask.messages,
             "prompt": ask.prompt,
@@ -297,26 +303,17 @@ class AtroposEnv(gem.Env):
             self._unscored = None
         elif self._unscored is not None:
             self._unscored += 1
-            if self._unscored == _IN_A_ROW:
-                self._unscored = 0
+            if self._unscored % _IN_A_ROW == 0:
                 raise NeverScored(
                     f"{self._class.__name__}: {_IN_A_ROW} episodes and no score; {unscored} of the last. One that "
                     f"scores only whole groups may need config={{'group_size': 4}}; it has {self._config.group_size}"
                 )
 
 
-def _new_messages(ask: ActionRequest) -> Messages:
-    """Return the messages after the last answer; all of them if the policy has not answered yet; [] without any."""
-    messages = ask.messages or []
-    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    return messages[answers[-1] + 1 :] if answers and ask.call > 0 else messages
-
-
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
+    parts = [content] if isinstance(content, str) else [part.get("text", f"[{part.get('type')}]") for part in content]
+    return "\n".join(parts)
 
 
 def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
@@ -340,5 +337,10 @@ def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, A
         raise ValueError(f"scores {scores}: they must be finite")
     unscored = None if scores else f"the environment made {returned!r:.80} and no scores"
     reward = sum(scores) / len(scores) if scores else math.nan
-    info = {"scores": scores, "raw_scores": scores, "groups": groups, "dropped": dropped, "unscored": unscored}
-    return reward, info
+    return reward, {
+        "scores": scores,
+        "raw_scores": scores,
+        "groups": groups,
+        "dropped": dropped,
+        "unscored": unscored,
+    }

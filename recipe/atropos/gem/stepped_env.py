@@ -9,8 +9,6 @@
 
 import asyncio
 import functools
-import inspect
-import json
 import logging
 import os
 import threading
@@ -25,6 +23,7 @@ from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.adapter.shaping import record_groups
 from recipe.atropos.gem.outer_policy import Episode, OuterPolicyServer
 from recipe.atropos.gem.thread_limits import limit_math_verify_in_threads
+from recipe.atropos.utils.tasks import awaited
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,11 @@ def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
     """
     environment = load_environment(target) if isinstance(target, str) else target
     record_groups()
-    body = {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer}
-    return type(environment.__name__, (adapt(environment),), body)
+    return type(
+        environment.__name__,
+        (adapt(environment),),
+        {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer},
+    )
 
 
 def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:
@@ -78,7 +80,7 @@ class SteppedEnvironment:
         self.base = environment(config=config, server_configs=[server], slurm=False, testing=False)  # as its cli does
         for server in self.base.server.servers:
             server.tokenizer = self.base.tokenizer
-        self._thread = _loop_thread()
+        self._thread = _the_one(_threads, os.getpid(), _LoopThread)
         self._lock = threading.Lock()
         self._is_set_up = False
         limit_math_verify_in_threads()
@@ -100,8 +102,9 @@ class SteppedEnvironment:
                 if setup.done():
                     raise
                 setup.cancel()
-                name = type(self.base).__name__
-                raise TimeoutError(f"{name}.setup() takes longer than {timeout:g} s; give a larger timeout") from error
+                raise TimeoutError(
+                    f"{type(self.base).__name__}.setup() takes longer than {timeout:g} s; give a larger timeout"
+                ) from error
             self._is_set_up = True
 
     def begin(self) -> Episode:
@@ -126,9 +129,7 @@ async def roll_out(environment: BaseEnv, item: Any) -> Any:
 
 async def _episode(environment: BaseEnv) -> Any:
     groups = await roll_out(environment, await next_item(environment))
-    cleanup = environment.cleanup()
-    if inspect.isawaitable(cleanup):  # some environments define a plain function
-        await cleanup
+    await awaited(environment.cleanup())  # some environments define a plain function
     return groups
 
 
@@ -140,7 +141,7 @@ _threads: weakref.WeakValueDictionary[int, "_LoopThread"] = weakref.WeakValueDic
 
 def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
     """Return the one environment of this class and configuration, which lives as long as it is referenced."""
-    key = (os.getpid(), environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
+    key = (os.getpid(), environment, config.model_dump_json())
     return _the_one(_shared, key, lambda: SteppedEnvironment(environment, config))
 
 
@@ -178,7 +179,3 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
         loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():  # the garbage collector may run in any thread
             thread.join(GRACE)
-
-
-def _loop_thread() -> _LoopThread:
-    return _the_one(_threads, os.getpid(), _LoopThread)

@@ -20,7 +20,6 @@ _LARGEST = (1 << 31) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 
 _Id = Annotated[int, Meta(ge=0, le=_LARGEST)]
-_Text = Annotated[str, Meta(min_length=1)]
 _PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
     "temperature": Annotated[float, Meta(ge=0)],
     "top_p": Annotated[float, Meta(gt=0, le=1)],
@@ -34,7 +33,7 @@ _PARAMETERS: dict[str, Any] = {  # of SGLang's /generate, with what it takes
     "sampling_seed": Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)],
     "ignore_eos": bool,
     "stop_token_ids": list[_Id],
-    "stop": str | list[_Text],
+    "stop": str | list[Annotated[str, Meta(min_length=1)]],
 }
 _NAMES = {name: name for name in _PARAMETERS} | {  # in requests; of several for one, the last counts
     "min_tokens": "min_new_tokens",
@@ -49,7 +48,6 @@ _CONSTRAINTS = (
     " regex ebnf grammar json_schema structural_tag structured_outputs guided_json guided_regex guided_choice"
     " guided_grammar guided_decoding stop_regex thinking_token_budget truncate_prompt_tokens lora_path"
 ).split()
-_OTHER_POLICY = "would sample from another distribution than the one that is trained"
 
 
 class RequestError(AtroposError, ValueError):
@@ -141,11 +139,10 @@ def alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _said(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
-    calls = [call["function"] for call in message.get("tool_calls", ())]
     return (
         message["role"],
         message["content"].strip(),
-        [(call["name"], _parsed(call["arguments"])) for call in calls],
+        [(call["function"]["name"], _parsed(call["function"]["arguments"])) for call in message.get("tool_calls", ())],
     )
 
 
@@ -194,7 +191,7 @@ def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: a value is none that SGLang takes, or the request wants several replies or constrained sampling.
     """
-    refuse(body, _CONSTRAINTS, _OTHER_POLICY)
+    refuse(body, _CONSTRAINTS, "would sample from another distribution than the one that is trained")
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise RequestError(f"{name} is {body[name]!r:.80}; a session gives one reply to a request: leave it out")
@@ -240,9 +237,10 @@ def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), required
         raise RequestError(f"{where} is missing; give a text")
     if content is None or isinstance(content, str):
         return content or ""
-    content = enumerate(expect(content, list, where))
-    parts = [(typed(part, f"{where}[{i}]", *kinds), f"{where}[{i}].text") for i, part in content]
-    return "".join(expect(part.get("text"), str, name) for part, name in parts)
+    return "".join(
+        expect(typed(part, f"{where}[{i}]", *kinds).get("text"), str, f"{where}[{i}].text")
+        for i, part in enumerate(expect(content, list, where))
+    )
 
 
 def items_of(body: Mapping[str, Any], name: str) -> list[tuple[dict[str, Any], str]]:
@@ -272,11 +270,14 @@ def tool_call(id: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """
     if isinstance(arguments, dict):
         arguments = msgspec.json.encode(arguments).decode()
-    function = {
-        "name": expect(name, str, f"{where}: the name of a tool"),
-        "arguments": expect(arguments, str, f"{where}: the arguments of {name}") or "{}",
+    return {
+        "id": expect(id, str, f"{where}: the id of a call"),
+        "type": "function",
+        "function": {
+            "name": expect(name, str, f"{where}: the name of a tool"),
+            "arguments": expect(arguments, str, f"{where}: the arguments of {name}") or "{}",
+        },
     }
-    return {"id": expect(id, str, f"{where}: the id of a call"), "type": "function", "function": function}
 
 
 def name_tools(messages: Sequence[Message]) -> list[Message]:
@@ -390,5 +391,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     """
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     error = {"message": message, "type": kind, "param": None, "code": code or status}
-    named = {"code": str(code or status), "message": message, "param": None}
-    return {"type": "error", "sequence_number": 0, **named, "error": error}
+    return {
+        "type": "error",
+        "sequence_number": 0,
+        "code": str(code or status),
+        "message": message,
+        "param": None,
+        "error": error,
+    }

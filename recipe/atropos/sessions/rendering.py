@@ -9,7 +9,6 @@ its chat template. Guarantees:
   template removes it; with "as_template" it is removed where the template does, which begins a history anew.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -29,9 +28,6 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.sessions.messages import Asked, Message, RequestError, read_object, tool_call
 from recipe.atropos.sessions.tree import Turn
 
-Thinking = Literal["kept", "as_template"]
-Parsed = tuple[str, str | None, list[tuple[str, str]]]  # content, reasoning, calls as (name, JSON of the arguments)
-
 _READ = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 _ID = "call00000"  # of a call; nine letters and digits, as Mistral's templates want
 _MARK = "\ue000the reply\ue001"  # stands for a sampled reply in a rendered text; private characters of Unicode
@@ -46,7 +42,11 @@ class Rendering:
     """
 
     def __init__(
-        self, tokenizer: Any, renderer: str = "auto", tool_parser: str | None = None, thinking: Thinking = "kept"
+        self,
+        tokenizer: Any,
+        renderer: str = "auto",
+        tool_parser: str | None = None,
+        thinking: Literal["kept", "as_template"] = "kept",
     ):
         self.tokenizer, self.thinking = tokenizer, thinking
         self._name, self._tool_parser = renderer, tool_parser
@@ -62,7 +62,7 @@ class Rendering:
         """Return the renderer for the arguments of a chat template, given as JSON; what it does not know has no effect,
         as in a template.
         """
-        given, read = json.loads(template), TypeAdapter(RendererConfig).validate_python
+        given, read = orjson.loads(template), TypeAdapter(RendererConfig).validate_python
         if ours := given.keys() & signature(self.tokenizer.apply_chat_template).parameters:
             raise ValueError(f"{', '.join(sorted(ours))} says how templates are used; give what this one reads")
         name = create_renderer(self.tokenizer).config.name if self._name == "auto" else self._name
@@ -121,14 +121,18 @@ class Rendering:
         if asked.call is None:
             return []
         user, given = {"role": "user", "content": "call"}, (asked.tools, asked.template)
-        calls = [(asked.call or "a", "{}"), (asked.call or "Z", '{"a": 1}')]
-        replies = [{"role": "assistant", "content": "", "tool_calls": [tool_call(_ID, *one, "calls")]} for one in calls]
+        replies = [
+            {"role": "assistant", "content": "", "tool_calls": [tool_call(_ID, name, arguments, "calls")]}
+            for name, arguments in ((asked.call or "a", "{}"), (asked.call or "Z", '{"a": 1}'))
+        ]
         written = [self.prompt([user, each], *given, reply=False) for each in replies]
         start, common = self.prompt([user], *given), list(os.path.commonprefix(written))
         text = self.tokenizer.decode(common[len(start) :])
         if common[: len(start)] != start or not text or asked.call not in text or _ID in text:
-            choice = asked.body["tool_choice"]
-            raise RequestError(f"tool_choice={choice!r:.80}: this chat format begins no reply with a call; give auto")
+            raise RequestError(
+                f"tool_choice={asked.body['tool_choice']!r:.80}: this chat format begins no reply with a call; "
+                "give auto"
+            )
         return common[len(start) :]
 
     def bridged(
@@ -161,7 +165,7 @@ class Rendering:
         for reply in (marked, {**history[-1], **marked}):  # some want the call that a tool's result answers
             try:
                 text = self.tokenizer.apply_chat_template(
-                    _with_arguments([*history[:-1], reply, *new]),
+                    [*map(_with_arguments, [*history[:-1], reply, *new])],
                     tokenize=False,
                     add_generation_prompt=True,
                     **arguments,
@@ -178,9 +182,11 @@ class Rendering:
                 return ids[1:] if ended and ids[:1] == [turn.tokens[-1]] else ids
         return None
 
-    def parsed(self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]) -> Parsed:
-        """Return what ``tokens`` say, a reply with its opening. A call that cannot be read, or of a request without
-        tools, stays in the content.
+    def parsed(
+        self, prompt: list[int], tokens: list[int], tools: list | None, template: dict[str, Any]
+    ) -> tuple[str, str | None, list[tuple[str, str]]]:
+        """Return content, reasoning, and calls as (name, JSON of the arguments) of ``tokens``, a reply with its
+        opening. A call that cannot be read, or of a request without tools, stays in the content.
         """
         try:
             found = self._renderer(template).parse_response(tokens, tools=tools, prompt_ids=prompt)
@@ -189,8 +195,7 @@ class Rendering:
         calls, content = [], found.content or ""
         for call in found.tool_calls:
             arguments = read_object(call.arguments)
-            known = tools and call.status in _READ and arguments is not None
-            if known and isinstance(call.name, str) and call.name:
+            if tools and call.status in _READ and arguments is not None and isinstance(call.name, str) and call.name:
                 calls.append((call.name, msgspec.json.encode(arguments).decode()))
             else:
                 content += call.raw
@@ -208,16 +213,13 @@ class Rendering:
         return rest if rest or self.text(turn.tokens.tolist()) else None  # an equal prompt may ask it again
 
 
-def _with_arguments(messages: list[Message]) -> list[Message]:
-    """Return messages with the arguments of calls as mappings, which most templates expect."""
-    found = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            given = [call["function"] | {"arguments": read_object(call["function"]["arguments"])} for call in calls]
-            calls = [call | {"function": function} for call, function in zip(calls, given, strict=True)]
-            message = {**message, "tool_calls": calls}
-        found.append(message)
-    return found
+def _with_arguments(message: Message) -> Message:
+    """Return a message with the arguments of its calls as mappings, which most templates expect."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": read_object(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def as_ids(ids: Sequence[int]) -> np.ndarray:

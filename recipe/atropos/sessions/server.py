@@ -94,23 +94,31 @@ class SessionServer:
     ):
         self.store, self.rendering, self.client, self.model = store, rendering, client, model
         self._key, self._api, self._reports = key, api, reports or Reports()
-        known = (self._open, self._loaded, self._forget)
-        self._groups = Groups(store, api, self._reports, *known, credit, rendering.tokenizer)
+        self._groups = Groups(
+            store, api, self._reports, self._open, self._loaded, self._forget, credit, rendering.tokenizer
+        )
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task] = set()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_BODY_BYTES, middlewares=[self._errors])
-        app.router.add_get("/health", self.health)
-        app.router.add_post("/sessions", self._of_environments(self.open))
-        app.router.add_post("/groups", self._of_environments(self.open_group))
-        app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
-        app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
+        app.add_routes(
+            [
+                web.get("/health", self.health),
+                web.post("/sessions", self._of_environments(self.open)),
+                web.post("/groups", self._of_environments(self.open_group)),
+                web.get("/sessions/{id}/rows", self._of_environments(self.rows)),
+                web.post("/sessions/{id}/reward", self._of_environments(self.reward)),
+            ]
+        )
         for start in ("", "/sessions/{id}"):
-            app.router.add_get(f"{start}/v1/models", self.models)
-            app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
-            for dialect in DIALECTS:
-                app.router.add_post(start + dialect.PATH, partial(self.answer, dialect))
+            app.add_routes(
+                [
+                    web.get(f"{start}/v1/models", self.models),
+                    web.post(start + anthropic.COUNT_PATH, self.count_tokens),
+                    *(web.post(start + dialect.PATH, partial(self.answer, dialect)) for dialect in DIALECTS),
+                ]
+            )
         app.cleanup_ctx.append(self._run)
         return app
 
@@ -179,8 +187,8 @@ class SessionServer:
         return _json({"status": "ok"})
 
     async def open(self, request: web.Request) -> web.Response:
-        asked = _decoded(await request.read(), SessionRequest)
-        return _json(self._access(request, self._open(**msgspec.structs.asdict(asked))))
+        asked = msgspec.structs.asdict(_decoded(await request.read(), SessionRequest))
+        return _json(self._access(request, self._open(**asked)))
 
     def _open(self, **fields: Any) -> Session:
         session = Session(State(id=secrets.token_hex(12), created=time.time(), **fields), self.store)
@@ -219,8 +227,8 @@ class SessionServer:
         if not ended.finished and (ended.reward is None or (values, ended.end) != (None, None)):
             raise RequestError("finished is false: give a reward, without turn_values and end")
         end = "reward" if ended.reward is not None else ended.end or "no_reward"
-        given = {**msgspec.structs.asdict(ended), "turn_values": values}
-        session.finish(**given | {"end": end if ended.finished else None})
+        changed = {"turn_values": values, "end": end if ended.finished else None}
+        session.finish(**msgspec.structs.asdict(ended) | changed)
         if ended.finished:
             session.cancel()
         session.settle(self._reports)
@@ -297,9 +305,9 @@ class SessionServer:
             if (reply := read_reply(answer)) is not None:
                 if None in reply.logprobs:
                     raise InferenceError(self.client.url, "/generate", "a logprob is no number; see its weights", 502)
-                info, size = answer["meta_info"], len(reply.tokens)
-                whole = [{"version": info.get("weight_version"), "start": 0, "end": size}]
-                return reply, info.get("weight_versions") or whole
+                info = answer["meta_info"]
+                whole = {"version": info.get("weight_version"), "start": 0, "end": len(reply.tokens)}
+                return reply, info.get("weight_versions") or [whole]
         raise InferenceError(self.client.url, "/generate", f"aborted or empty, {_ATTEMPTS} times; see its log", 503)
 
     async def _stream(
@@ -379,10 +387,15 @@ def main(argv: list[str] | None = None) -> None:
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
-    client = SGLangClient(options.gateway, key, options.timeout)
-    api = TrajectoryApiClient(options.api, key)
     server = SessionServer(
-        SessionStore(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)
+        SessionStore(options.data),
+        rendering,
+        SGLangClient(options.gateway, key, options.timeout),
+        key,
+        options.model,
+        TrajectoryApiClient(options.api, key),
+        options.credit,
+        Reports(options.run_dir),
     )
     serve(server.app(), options.host, options.port, logger)
 

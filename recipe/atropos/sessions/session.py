@@ -36,7 +36,7 @@ from recipe.atropos.sessions.messages import (
 )
 from recipe.atropos.sessions.rendering import Rendering, as_ids
 from recipe.atropos.sessions.store import SessionStore
-from recipe.atropos.sessions.tree import Tree, Turn
+from recipe.atropos.sessions.tree import Asking, Tree, Turn
 
 Generate = Callable[[list[int], dict[str, Any]], Awaitable[tuple[SampledReply, list[dict[str, Any]]]]]
 """Samples a whole reply to token ids, with SGLang's parameters; returns it and the spans of its weight versions."""
@@ -92,22 +92,13 @@ class State(SessionRequest, kw_only=True):  # type: ignore[call-arg]
     retries: int = 0
 
 
-@dataclass
-class Record:
-    """A turn as it is stored; ``reply`` without its prompt, which is that of the path; ``messages`` are those before
-    it since its parent's reply; for the rest see ``Turn``.
-    """
+@dataclass(kw_only=True)
+class Record(Asking):
+    """A turn as it is stored; ``reply`` without its prompt, which is that of the path."""
 
     parent: int | None
     added: bytes
     reply: Reply
-    versions: tuple[int, int] | None
-    sampling: dict[str, Any]
-    text: str | None
-    cause: str | None
-    messages: list[Message]
-    basis: bytes | None = None
-    tools: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -202,17 +193,17 @@ class Session:
 
     def check(self) -> None:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
-        limits = self.state.limits
-        in_flight = sum(one.samples for known in self.exchanges.values() for one in known)
-        if self.state.end is None:
-            if limits.tokens is not None and self.sampled >= limits.tokens:
-                self.finish("tokens")
-            elif limits.turns is not None and len(self.tree.turns) + in_flight >= limits.turns:
-                self.finish("turns")
-            elif self.is_late:
-                self.finish("seconds")
+        limits, in_flight = self.state.limits, sum(one.samples for known in self.exchanges.values() for one in known)
+        used = {
+            "tokens": self.sampled,
+            "turns": len(self.tree.turns) + in_flight,
+            "seconds": time.time() - self.state.created,
+        }
+        reached = [name for name, n in used.items() if (most := getattr(limits, name)) is not None and n >= most]
+        if self.state.end is None and reached:
+            self.finish(reached[0])
         if (end := self.state.end) is not None:
-            limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
+            limit = getattr(limits, end) if end in used else None  # a program may say so too
             why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
             raise RequestError(f"the session has {why}", 403)
 
@@ -248,9 +239,8 @@ class Session:
 
     def cancel(self) -> None:
         """End the requests that are sampled: their tokens would be in no row that was read."""
-        for exchange in [exchange for known in self.exchanges.values() for exchange in known]:
-            if exchange.task is not None:
-                exchange.task.cancel()
+        for task in [one.task for known in self.exchanges.values() for one in known if one.task is not None]:
+            task.cancel()
 
     @property
     def sampled(self) -> int:
@@ -264,8 +254,7 @@ class Session:
             RequestError: it cannot be rendered, or there is no room for a reply.
         """
         await self._tokens_left()
-        messages = self._messages(asked)
-        parent, added, new, cause = self._prompt(asked, messages, rendering)
+        parent, added, new, cause = self._prompt(asked, self._messages(asked), rendering)
         opening = rendering.opening(asked)
         added = [*added, *opening]
         prompt = _whole(parent, added)
@@ -279,16 +268,16 @@ class Session:
             self.freed.set()
         reply = self._reply(asked, sampled, spans, prompt, opening, rendering, model)
         record = Record(
-            parent and parent.number,
-            as_ids(added).tobytes(),
-            msgspec.structs.replace(reply, prompt=[]),
-            sampled.versions,
-            SamplingParams.from_request(params).to_mapping(),
-            asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
-            cause,
-            new,
-            _basis(asked),
-            bool(asked.tools),
+            parent=parent and parent.number,
+            added=as_ids(added).tobytes(),
+            reply=msgspec.structs.replace(reply, prompt=[]),
+            versions=sampled.versions,
+            sampling=SamplingParams.from_request(params),
+            text=asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
+            cause=cause,
+            messages=new,
+            basis=_basis(asked),
+            tools=bool(asked.tools),
         )
         number = len(self.tree.turns)
         self.store.add_turn(self.state.id, number, request, msgspec.msgpack.encode(record))
@@ -333,7 +322,10 @@ class Session:
             "inference_logprobs": [leaf.logprobs.tolist() for leaf in leaves],
             "policy_version_min": [leaf.versions[0] for leaf in leaves],
             "policy_version_max": [leaf.versions[1] for leaf in leaves],
-            "sampling_params": [[params.to_mapping() for params in leaf.sampling] for leaf in leaves],
+            "sampling_params": [
+                [params.to_mapping() for params in dict.fromkeys(turn.sampling for turn in leaf.turns)]
+                for leaf in leaves
+            ],
             "turn_numbers": [[turn.number for turn in leaf.spans] for leaf in leaves],
             "turn_values": [values and [values[turn.number] for turn in leaf.spans] for leaf in leaves],
         }
@@ -410,8 +402,10 @@ class Session:
         left = None if limits.tokens is None else limits.tokens - self.sampled - self.reserved
         after = None if limits.context is None else limits.context - prompt
         if after is not None and after <= 0:
-            message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"
-            raise RequestError(message, code="context_length_exceeded")
+            raise RequestError(
+                f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}",
+                code="context_length_exceeded",
+            )
         room = [size for size in (params["max_new_tokens"], left, after) if size is not None]
         params["max_new_tokens"] = min(room, default=None)
         return {**params, **SamplingParams.from_request(params).request()}
@@ -451,22 +445,23 @@ class Session:
         )
 
     def _add(self, record: Record, number: int) -> None:
-        turn = Turn(
-            number,
-            record.reply.id,
-            None if record.parent is None else self.tree.turns[record.parent],
-            np.frombuffer(record.added, np.int32),
-            as_ids(record.reply.tokens),
-            np.array(record.reply.logprobs),
-            record.versions,
-            msgspec.convert(record.sampling, SamplingParams, str_keys=True),
-            [*record.messages, record.reply.message()],
-            record.basis,
-            record.text,
-            record.cause,
-            record.tools,
+        self.tree.add(
+            Turn(
+                number=number,
+                reply=record.reply.id,
+                parent=None if record.parent is None else self.tree.turns[record.parent],
+                added=np.frombuffer(record.added, np.int32),
+                tokens=as_ids(record.reply.tokens),
+                logprobs=np.array(record.reply.logprobs),
+                versions=record.versions,
+                sampling=record.sampling,
+                messages=[*record.messages, record.reply.message()],
+                basis=record.basis,
+                text=record.text,
+                cause=record.cause,
+                tools=record.tools,
+            )
         )
-        self.tree.add(turn)
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode

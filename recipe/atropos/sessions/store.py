@@ -12,6 +12,8 @@ from pathlib import Path
 from recipe.atropos.errors import AtroposError
 
 _TABLES = """
+PRAGMA journal_mode=WAL;
+PRAGMA synchronous=NORMAL;
 CREATE TABLE IF NOT EXISTS sessions (
     number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, state BLOB NOT NULL, due REAL, ended INTEGER
 );
@@ -37,11 +39,8 @@ class SessionStore:
         self.path = path
         # without a log nobody has it open, and its folder may be one that cannot be written
         mode = "?mode=ro" if path.with_name(f"{path.name}-wal").exists() else "?immutable=1"
-        uri = path.absolute().as_uri() + mode * read_only
-        self._database = sqlite3.connect(uri, uri=True, isolation_level=None)
+        self._database = sqlite3.connect(path.absolute().as_uri() + mode * read_only, uri=True, isolation_level=None)
         if not read_only:
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.executescript(_TABLES)
             columns = [name for _, name, *_ in self._database.execute("PRAGMA table_info(sessions)")]
             for name, kind in (("due", "REAL"), ("ended", "INTEGER")):
@@ -73,8 +72,8 @@ class SessionStore:
 
     def due(self, now: float) -> list[str]:
         """Return the ids of the sessions that are due, until they are stored otherwise."""
-        query = "SELECT id FROM sessions WHERE due <= ? ORDER BY due"
-        return [session for (session,) in self._database.execute(query, (now,))]
+        found = self._database.execute("SELECT id FROM sessions WHERE due <= ? ORDER BY due", (now,))
+        return [session for (session,) in found]
 
     def put_group(self, group: str, state: bytes) -> None:
         """Store a group that is not posted yet."""

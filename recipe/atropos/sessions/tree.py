@@ -24,14 +24,27 @@ from recipe.atropos.sessions.messages import Message, alike, same
 NO_LOGPROB = 1.0  # of a token that is not trained (atroposlib's value)
 
 
-@dataclass(eq=False, slots=True)
-class Turn:
-    """A reply, whose answer has the id ``reply``: ``added`` (a,) and ``tokens`` (n,) int32, ``logprobs`` (n,) float64.
+@dataclass(eq=False, kw_only=True, slots=True)
+class Asking:
+    """How a turn was asked for, as it is stored. ``versions`` are the oldest and the newest that sampled it.
+    ``messages`` are those since the parent; ``basis`` stands for what they all depend on, None if it was asked for with
+    a prompt as it is; ``text`` is this prompt and the reply, if it was a text; ``cause`` why it begins a history anew,
+    though the session has others; ``tools`` whether its request had some.
+    """
 
-    ``versions`` are the oldest and the newest that sampled it. ``messages`` are those since the parent, the reply
-    last; ``basis`` stands for what they all depend on, None if it was asked for with a prompt as it is; ``text`` is
-    this prompt and the reply, if it was a text; ``cause`` why it begins a history anew, though the session has others;
-    ``tools`` whether its request had some.
+    versions: tuple[int, int] | None
+    sampling: SamplingParams
+    messages: list[Message]
+    text: str | None
+    cause: str | None
+    basis: bytes | None = None
+    tools: bool = False
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Turn(Asking):
+    """A reply, whose answer has the id ``reply``: ``added`` (a,) and ``tokens`` (n,) int32, ``logprobs`` (n,) float64.
+    Of its ``messages`` the reply is the last.
     """
 
     number: int
@@ -40,13 +53,6 @@ class Turn:
     added: np.ndarray
     tokens: np.ndarray
     logprobs: np.ndarray
-    versions: tuple[int, int] | None
-    sampling: SamplingParams
-    messages: list[Message]
-    basis: bytes | None
-    text: str | None
-    cause: str | None
-    tools: bool
     children: list["Turn"] = field(default_factory=list)
     _ids: np.ndarray | None = field(default=None, repr=False)  # of the newest turn that goes on from here
 
@@ -65,10 +71,10 @@ class Turn:
             parts += [turn.tokens, turn.added]
             turn = turn.parent
         if parts:
-            known = [turn._ids] if turn is not None else []
-            self._ids = np.concatenate(known + parts[::-1])
             if turn is not None:
+                parts.append(turn._ids)
                 turn._ids = None  # a path keeps its ids once
+            self._ids = np.concatenate(parts[::-1])
         return self._ids
 
     def history(self) -> list[Message]:
@@ -103,20 +109,13 @@ class Leaf:
     def versions(self) -> tuple[int | None, int | None]:
         """The oldest and the newest weight version among the trained tokens; None if one of them is unknown."""
         known = [turn.versions for turn in self.turns]
-        if None in known:
-            return None, None
-        return min(oldest for oldest, _ in known), max(newest for _, newest in known)
+        return (None, None) if None in known else (min(v[0] for v in known), max(v[1] for v in known))
 
     @property
     def spans(self) -> list[Turn]:
         """The last turn of each run of trained tokens; where nothing was added, a turn goes on with the one before."""
         goes_on = [len(turn.added) == 0 for turn in self.turns[1:]]
         return [turn for turn, more in zip(self.turns, [*goes_on, False], strict=True) if not more]
-
-    @property
-    def sampling(self) -> list[SamplingParams]:
-        """The distinct parameters that the trained tokens were sampled with."""
-        return list(dict.fromkeys(turn.sampling for turn in self.turns))
 
 
 class Tree:
@@ -141,8 +140,11 @@ class Tree:
 
     def continued_text(self, text: str) -> Turn | None:
         """Return the turn with the longest prompt and reply that ``text`` begins with."""
-        found = [turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)]
-        return max(found, key=lambda turn: (len(turn.text or ""), turn.number), default=None)
+        return max(
+            (turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)),
+            key=lambda turn: (len(turn.text or ""), turn.number),
+            default=None,
+        )
 
     def continued_ids(self, ids: np.ndarray) -> tuple[Turn | None, int]:
         """Return the deepest turn whose path ``ids``, (length,) int32, begin with, and the path's length."""
@@ -156,8 +158,11 @@ class Tree:
 
     def begun(self, ids: np.ndarray) -> bool:
         """Return whether ``ids``, (length,) int32, go on after the first prompt of a history."""
-        first = [turn.added for turn in self.turns if turn.parent is None]
-        return any(len(each) < len(ids) and np.array_equal(ids[: len(each)], each) for each in first)
+        return any(
+            len(turn.added) < len(ids) and np.array_equal(ids[: len(turn.added)], turn.added)
+            for turn in self.turns
+            if turn.parent is None
+        )
 
     def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
         """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
@@ -172,9 +177,7 @@ class Tree:
     def leaves(self) -> Iterator[Leaf]:
         """Yield the rows to train on; each turn is trained in the first that has it."""
         trained: set[int] = set()
-        for last in self.turns:
-            if last.children:
-                continue
+        for last in [turn for turn in self.turns if not turn.children]:
             tokens, masks, logprobs, own = [], [], [], []
             for turn in last.path():
                 new = turn.number not in trained
@@ -194,14 +197,13 @@ class Tree:
         None: it is a conversation of its own, or one that asks something again; so is a history that was cut to a
         summary without a reply: nothing in it tells it from a second agent's of the same system prompt.
         """
-        best: list[Message] = []
-        common = 0
-        for turn in self.turns:
-            history = turn.history() if turn.basis is not None else []
-            count = len(list(itertools.takewhile(bool, map(same, history, messages))))
-            if (count, len(history)) > (common, len(best)):
-                best, common = history, count
-        replies = any(each["role"] == "assistant" for each in messages)
+
+        def shared(history: list[Message]) -> int:
+            return len(list(itertools.takewhile(bool, map(same, history, messages))))
+
+        histories = (turn.history() for turn in self.turns if turn.basis is not None)
+        best = max(histories, key=lambda history: (shared(history), len(history)), default=[])
+        common, replies = shared(best), any(each["role"] == "assistant" for each in messages)
         own = not replies and all(each["role"] == "system" for each in best[:common])
         if not best or own or len(best) > common == len(messages):
             return None

@@ -1,6 +1,7 @@
 """Work of an environment whose failure ends nothing else."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,11 @@ async def guarded(work: Awaitable[Any]) -> Any:
         if asyncio.current_task().cancelling():
             raise
         raise RuntimeError("it waited for a task of its own that was canceled") from error
+
+
+async def awaited(result: Any) -> Any:
+    """Return what a function gave, a plain one or an async one."""
+    return await result if inspect.isawaitable(result) else result
 
 
 async def together(pieces: Iterable[Awaitable[Any]]) -> list[Any]:

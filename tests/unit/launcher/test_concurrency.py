@@ -1,5 +1,6 @@
 """Enough is in flight for the servers: what the launcher asks environments for, and what these make of it."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -70,9 +71,9 @@ def test_groups_in_flight_of_presets_are_what_staleness_allows(preset, groups):
 @pytest.mark.parametrize(
     ("own", "most", "expected"),
     [
-        ({}, None, 256),
-        ({"max_num_workers": 5}, None, 5),
-        ({"max_num_workers_per_node": 3}, None, 3),
+        ({}, math.inf, 256),
+        ({"max_num_workers": 5}, math.inf, 5),
+        ({"max_num_workers_per_node": 3}, math.inf, 3),
         ({}, 9, 9),
         ({"max_num_workers": 5}, 9, 5),
     ],

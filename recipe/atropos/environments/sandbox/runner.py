@@ -181,8 +181,5 @@ class _Worker:
         return ProgramVerdict(**json.loads(line))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
+        with contextlib.suppress(OSError), self._process:  # which waits for it, and closes its pipes
+            self._process.kill()

@@ -66,8 +66,10 @@ def _message(given: dict[str, Any], where: str) -> Message:
         return given  # as nearly all are; a long history is read at each turn
     role = role_of(given, where, "system", "user", "assistant", "tool")
     refuse(given, ("audio", "function_call"))
-    text = text_of(given.get("content"), f"{where}.content", required=role != "assistant")
-    found: Message = {"role": role, "content": text}
+    found: Message = {
+        "role": role,
+        "content": text_of(given.get("content"), f"{where}.content", required=role != "assistant"),
+    }
     if role == "tool":
         found["tool_call_id"] = expect(given.get("tool_call_id"), str, f"{where}.tool_call_id")
         if given.get("name"):
@@ -75,8 +77,7 @@ def _message(given: dict[str, Any], where: str) -> Message:
     if role == "assistant":
         if reasoning := given.get("reasoning_content") or given.get("reasoning"):
             found["reasoning_content"] = expect(reasoning, str, f"{where}.reasoning_content")
-        calls = expect(given.get("tool_calls") or [], list, f"{where}.tool_calls")
-        if calls:
+        if calls := expect(given.get("tool_calls") or [], list, f"{where}.tool_calls"):
             found["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return found
 
@@ -91,8 +92,12 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     message = {**reply.message(), "refusal": None}
     if reply.calls:
         message["content"] = reply.content or None
-    choice = {"index": 0, "message": message, **_end(asked, reply)}
-    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": usage_of(reply), **reply.exact}
+    return {
+        **_head(reply, "chat.completion"),
+        "choices": [{"index": 0, "message": message, **_end(asked, reply)}],
+        "usage": usage_of(reply),
+        **reply.exact,
+    }
 
 
 def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
@@ -106,8 +111,10 @@ def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
         deltas.append({"content": reply.content})
     for i, call in enumerate(message.get("tool_calls", ())):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        deltas.append({"tool_calls": [{**call, "index": i, "function": {"name": name, "arguments": ""}}]})
-        deltas.append({"tool_calls": [{"index": i, "function": {"arguments": arguments}}]})
+        deltas += [
+            {"tool_calls": [{**call, "index": i, "function": {"name": name, "arguments": ""}}]},
+            {"tool_calls": [{"index": i, "function": {"arguments": arguments}}]},
+        ]
     for delta in deltas:
         yield event({**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]})
     yield event({**head, "choices": [{"index": 0, "delta": {}, **_end(asked, reply)}], **reply.exact})

@@ -53,13 +53,20 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     logprobs = None
     if type(asked.body.get("logprobs")) is int:
         logprobs = {"tokens": [one["token"] for one in token_logprobs(reply)], "token_logprobs": reply.logprobs}
-    choice = {"index": 0, "text": reply.content, "logprobs": logprobs, "finish_reason": reply.finish}
     return {
         "id": f"cmpl-{reply.id}",
         "object": "text_completion",
         "created": reply.created,
         "model": reply.model,
-        "choices": [{**choice, "token_ids": reply.tokens}],
+        "choices": [
+            {
+                "index": 0,
+                "text": reply.content,
+                "logprobs": logprobs,
+                "finish_reason": reply.finish,
+                "token_ids": reply.tokens,
+            }
+        ],
         "usage": usage_of(reply),
         **reply.exact,
     }

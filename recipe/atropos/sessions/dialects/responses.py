@@ -86,8 +86,7 @@ def _messages(body: dict[str, Any]) -> list[Message]:
 
 
 def _message(item: Any, where: str) -> Message:
-    kinds = ("message", "reasoning", "function_call", "function_call_output", None)
-    match typed(item, where, *kinds).get("type"):
+    match typed(item, where, "message", "reasoning", "function_call", "function_call_output", None).get("type"):
         case "reasoning":
             text = text_of(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
             text = text or text_of(item.get("summary"), f"{where}.summary", ("summary_text",))
@@ -96,11 +95,15 @@ def _message(item: Any, where: str) -> Message:
             call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            text = text_of(item.get("output"), f"{where}.output", _TEXTS, required=True)
-            id = expect(item.get("call_id"), str, f"{where}.call_id")
-            return {"role": "tool", "tool_call_id": id, "content": text}
-    text = text_of(item.get("content"), f"{where}.content", _TEXTS, required=True)
-    return {"role": role_of(item, where, "system", "user", "assistant"), "content": text}
+            return {
+                "role": "tool",
+                "tool_call_id": expect(item.get("call_id"), str, f"{where}.call_id"),
+                "content": text_of(item.get("output"), f"{where}.output", _TEXTS, required=True),
+            }
+    return {
+        "role": role_of(item, where, "system", "user", "assistant"),
+        "content": text_of(item.get("content"), f"{where}.content", _TEXTS, required=True),
+    }
 
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
@@ -108,16 +111,34 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     status = "incomplete" if reply.finish == "length" else "completed"
     output: list[dict[str, Any]] = []
     if reply.reasoning is not None:
-        thought = {"type": "reasoning_text", "text": reply.reasoning}
-        output.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [thought]})
+        output.append(
+            {
+                "type": "reasoning",
+                "id": f"rs_{reply.id}",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": reply.reasoning}],
+            }
+        )
     if reply.content or not reply.calls:
-        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
-        output.append({"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "content": [part]})
-    for i, call in enumerate(reply.calls):
-        what = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-        output.append({"type": "function_call", "id": f"fc_{reply.id}_{i}", **what})
+        output.append(
+            {
+                "type": "message",
+                "id": f"msg_{reply.id}",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}],
+            }
+        )
+    output += [
+        {
+            "type": "function_call",
+            "id": f"fc_{reply.id}_{i}",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+        }
+        for i, call in enumerate(reply.calls)
+    ]
     prompt, sampled = len(reply.prompt), len(reply.tokens)
-    tools = [{"parameters": None, "strict": False, **tool} for tool in asked.body.get("tools") or ()]
     return {
         **{name: asked.body.get(name) for name in _ECHOED},
         "id": f"resp_{reply.id}",
@@ -130,7 +151,7 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
         "output": [{**item, "status": status} for item in output],
         "parallel_tool_calls": True,
         "tool_choice": asked.body.get("tool_choice") or "auto",
-        "tools": tools,
+        "tools": [{"parameters": None, "strict": False, **tool} for tool in asked.body.get("tools") or ()],
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

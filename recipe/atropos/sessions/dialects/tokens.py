@@ -40,10 +40,16 @@ def read(body: dict[str, Any]) -> Asked:
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     """Return vLLM's answer; its logprobs are always there, since that client needs them."""
-    choice = {"index": 0, "token_ids": reply.tokens, "logprobs": {"content": token_logprobs(reply)}}
     return {
         "request_id": reply.id,
-        "choices": [{**choice, "finish_reason": reply.finish}],
+        "choices": [
+            {
+                "index": 0,
+                "token_ids": reply.tokens,
+                "logprobs": {"content": token_logprobs(reply)},
+                "finish_reason": reply.finish,
+            }
+        ],
         "usage": usage_of(reply),
         "prompt_logprobs": None,
         "kv_transfer_params": None,
