@@ -104,8 +104,7 @@ def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     and rows without a kept token are unchanged.
     """
     lost = torch.where(kept, 0.0, rewards).sum(-1)
-    positions = torch.arange(kept.shape[1]).expand(kept.shape)
-    last = torch.where(kept, positions, -1).amax(-1)
+    last = torch.where(kept, torch.arange(kept.shape[1]), -1).amax(-1)
     moved = torch.where(kept, rewards, 0.0)
     some = last >= 0
     moved[some, last[some]] += lost[some]

@@ -154,8 +154,7 @@ def _weight_sync(config: DictConfig) -> Rules:
 
 
 def _transport(config: DictConfig) -> Rules:
-    named = named_transport(config)
-    for transport in {named or WeightTransport, gpu_transport(config)}:
+    for transport in {named_transport(config) or WeightTransport, gpu_transport(config)}:
         yield from ((True, problem) for problem in transport.problems(config))
 
 
@@ -406,14 +405,13 @@ def _micro_batches(config: DictConfig) -> Rules:
 
 def _precision(config: DictConfig) -> Rules:
     for role in ("actor", "ref"):
-        given = config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or {}
         yield from (
             (
                 name not in _PRECISIONS,
                 f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.{name}: no such key; choose one of "
                 f"{', '.join(_PRECISIONS)}",
             )
-            for name in given
+            for name in config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or ()
         )
 
 

@@ -117,7 +117,7 @@ class Gateway:
     # -- own endpoints ---------------------------------------------------------------------------------------------
 
     async def get_status(self, request: web.Request) -> web.Response:
-        return _json(self.pool.status())
+        return web.json_response(self.pool.status())
 
     async def put_weights(self, request: web.Request) -> web.Response:
         try:
@@ -127,7 +127,7 @@ class Gateway:
         except (msgspec.MsgspecError, ValueError) as error:
             what = "PUT /gateway/weights takes {version, servers, pushing, adapter}"
             return _error(400, f"{what}: {error}; it was {body[:200]!r}")
-        return _json(self.pool.status())
+        return web.json_response(self.pool.status())
 
     # -- everything else -------------------------------------------------------------------------------------------
 
@@ -283,13 +283,9 @@ def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON)
 
 
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
 def _error(status: int, message: str) -> web.Response:
     """Return an error in the format that SGLang and OpenAI clients expect."""
-    return _json({"error": {"message": f"gateway: {message}", "code": status}}, status)
+    return web.json_response({"error": {"message": f"gateway: {message}", "code": status}}, status=status)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from recipe.atropos.run.evaluations import held_out, read_evaluations
@@ -21,9 +20,7 @@ _HELDOUT = "#d1242f"  # color for a single environment
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
     """Write ``reward.png``; see ``reward_figure``. Raises DiskFull, leaving an earlier file unchanged."""
     path, picture = RunDir(directory).reward_picture, io.BytesIO()
-    figure = reward_figure(directory, window)
-    FigureCanvasAgg(figure)
-    figure.savefig(picture, dpi=120, format="png")
+    reward_figure(directory, window).savefig(picture, dpi=120, format="png")
     write_atomic(path, picture.getvalue())
     return path
 

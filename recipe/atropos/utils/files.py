@@ -249,8 +249,7 @@ def append_line(path: str | Path, value: Any) -> None:
         if end != file.seek(0, os.SEEK_END):
             file.truncate(end)
         try:
-            written = file.write(line)
-            if written != len(line):  # no room for the rest
+            if file.write(line) != len(line):  # no room for the rest
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             file.truncate(end)

@@ -124,9 +124,8 @@ class _NoPinnedMemory:
         if not any(asked in source for asked in _PINNED):
             return None
         loader = _PageableSource(fullname, spec.origin)
-        search = spec.submodule_search_locations
         return importlib.util.spec_from_file_location(
-            fullname, spec.origin, loader=loader, submodule_search_locations=search
+            fullname, spec.origin, loader=loader, submodule_search_locations=spec.submodule_search_locations
         )
 
 
