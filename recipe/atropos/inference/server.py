@@ -184,8 +184,13 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     }
     # The launcher's PYTHONPATH is for another environment; an empty value counts as unset.
     python = sglang_python(launch.python)
-    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
-    environment["PATH"] = server_path(python)
+    environment = {
+        "PATH": server_path(python),
+        "PYTHONPATH": "",
+        "SGLANG_USE_CPU_ENGINE": "0",
+        **nccl_variables(),
+        **_END_ON_SIGTERM,
+    }
     if launch.releases_memory:
         # SGLang would size the KV cache after the graphs, and leave no room for the buckets of a push.
         environment |= saver_variables(python) | {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0"}

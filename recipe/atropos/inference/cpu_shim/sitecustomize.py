@@ -54,12 +54,7 @@ class _KernelStub:
         return types.ModuleType(spec.name)
 
     def exec_module(self, module):
-        def missing(attribute):
-            if attribute.startswith("__"):
-                raise AttributeError(f"stub module {module.__name__} has no {attribute}")
-            return _Missing(f"{module.__name__}.{attribute}")
-
-        module.__getattr__ = missing
+        module.__getattr__ = _Missing(module.__name__).__getattr__
 
 
 class _TorchvisionSchemas:
