@@ -39,10 +39,10 @@ from recipe.atropos.checkpoint.store import (
     step_of,
     verify,
 )
-from recipe.atropos.config.models import model_file, needs_no_trust
+from recipe.atropos.config.models import needs_no_trust
 from recipe.atropos.errors import AtroposError, ConfigurationError
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.tensors.format import TENSOR_NAMES, CheckpointFormat
+from recipe.atropos.tensors.format import TENSOR_NAMES, CheckpointFormat, model_file
 from recipe.atropos.utils.files import read_json, replace_folder, write_json
 from recipe.atropos.utils.secret import read_config_yaml
 

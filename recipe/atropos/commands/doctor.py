@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from recipe.atropos.config.compose import add_options, compose_overrides
-from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, model_file, model_settings
+from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
 from recipe.atropos.inference.server import check_saver, sglang_python
@@ -279,7 +279,7 @@ def _room(path: str, size: int, what: str, change: str) -> str:
 
 def _parameters(path: str) -> int:
     """Return the number of parameters, from the sizes of the model's files; 0 if they are not on this machine."""
-    if path in SMALL_POLICIES or (file := model_file(path)) is None:
+    if path in SMALL_POLICIES or (file := config_file(path)) is None:
         return 0
     settings = model_settings(file)
     each = 4 if str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float32") else 2
@@ -304,7 +304,7 @@ def _model(path: str) -> str:
     check_model(path)
     if path in SMALL_POLICIES:
         return f"{path} is made at the first start, in a few minutes"
-    if (file := model_file(path)) is None:
+    if (file := config_file(path)) is None:
         return Note(f"{path} is on the hub and not on this machine: the start downloads it")
     return f"{model_settings(file).get('model_type', 'unknown')} in {file.parent}"
 
@@ -346,7 +346,7 @@ def _chat_template(tokenizer: Any, _: DictConfig) -> str:
 
 def _sizes(tokenizer: Any, config: DictConfig) -> str:
     """Compare the model's vocabulary with its tokenizer, and its positions with the lengths of a sequence."""
-    file = model_file(config.actor_rollout_ref.model.path)
+    file = config_file(config.actor_rollout_ref.model.path)
     settings = model_settings(file) if file else {}
     settings |= settings.get("text_config") or {}
     vocabulary, positions = settings.get("vocab_size"), settings.get("max_position_embeddings")

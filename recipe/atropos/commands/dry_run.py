@@ -17,7 +17,7 @@ from rich.text import Text
 
 from recipe.atropos.checkpoint.resumption import check_folder
 from recipe.atropos.config.compose import leaves, load_config
-from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, model_file
+from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, config_file
 from recipe.atropos.demo.small_policy import policy_folder
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.inference.server import sglang_command
@@ -103,7 +103,7 @@ def service_commands(run: Run) -> dict[str, tuple[list[str], dict[str, str]]]:
     api, api_url = api_command(run)
     found: dict[str, tuple[list[str], dict[str, str]]] = {"api": (api, key)}
     # The flags of an adapter depend on the model's layers.
-    inference = plan_inference(run, lora=model_file(run.config.actor_rollout_ref.model.path) is not None)
+    inference = plan_inference(run, lora=config_file(run.config.actor_rollout_ref.model.path) is not None)
     for name, launch in inference.servers.items():
         command, variables = sglang_command(launch)
         found[name] = command, _shown(variables)

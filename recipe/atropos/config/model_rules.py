@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from recipe.atropos.config.models import model_file, model_settings
+from recipe.atropos.config.models import config_file, model_settings
 
 QUANTIZATION_FLAGS = ("quantization", "torchao_config")  # of sglang.launch_server
 # Models to which verl does not tell where a row ends: their attention is given no positions.
@@ -30,7 +30,7 @@ _FULL_ATTENTION = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # in SGLang, wha
 def model_rules(config: DictConfig) -> Iterator[tuple[Any, str]]:
     """Yield the rules of the model's own configuration, if it is on this machine, as ``preflight`` has others."""
     path = config.actor_rollout_ref.model.path
-    file = model_file(path)
+    file = config_file(path)
     settings, model = model_settings(file) if file else {}, config.actor_rollout_ref.model
     yield (
         settings.get("use_sliding_window") and settings.get("model_type") in _FULL_ATTENTION,

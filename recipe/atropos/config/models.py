@@ -33,7 +33,7 @@ def check_model(path: str) -> None:
     Raises:
         ConfigurationError: naming what to give instead.
     """
-    if path in SMALL_POLICIES or model_file(path):
+    if path in SMALL_POLICIES or config_file(path):
         return
     if looks_local(path):
         raise ConfigurationError(
@@ -66,16 +66,16 @@ def check_model(path: str) -> None:
         ) from error
 
 
-def model_file(model: str | Path, name: str = "config.json") -> Path | None:
-    """Return a file of a model's folder, or of the hub's cache; None if it is in neither."""
-    if looks_local(str(model)):
-        file = Path(model).expanduser() / name
+def config_file(path: str) -> Path | None:
+    """Return ``config.json`` of a model's folder, or of the hub's cache; None if it is in neither."""
+    if looks_local(path):
+        file = Path(path).expanduser() / "config.json"
         return file if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(str(model), name)
+        cached = try_to_load_from_cache(path, "config.json")
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None

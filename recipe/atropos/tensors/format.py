@@ -23,9 +23,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from recipe.atropos.config.models import model_file
 from recipe.atropos.errors import AtroposError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -157,3 +156,12 @@ def read_shapes(model: str | Path) -> Shapes:
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{file}: the names of its tensors cannot be read: {error}") from error
     return shapes
+
+
+def model_file(model: str | Path, name: str) -> Path | None:
+    """Return the path of a model's file, in its folder or in the hub's cache; None if it is in neither."""
+    try:
+        found = cached_file(str(model), name, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    except OSError:  # neither a folder nor a valid hub name, or not in the cache
+        return None
+    return None if found is None else Path(found)
