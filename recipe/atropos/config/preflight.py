@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from pydantic import TypeAdapter
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.model_rules import model_rules
 from recipe.atropos.config.models import looks_local
@@ -27,12 +26,11 @@ Rules = Iterable[tuple[Any, str]]
 
 
 def check_config(config: DictConfig) -> None:
-    """Run the checks that need no server: each value against the schema, then the rules of this module.
+    """Run the checks of a resolved configuration that need no server.
 
     Raises:
         ConfigurationError: naming the key.
     """
-    resolved(config)
     specs = [*environment_specs(config).values()]
     for spec in specs:
         _check_shaping(spec)
@@ -416,8 +414,10 @@ def _precision(config: DictConfig) -> Rules:
 
 
 _PRECISIONS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-_STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3"))
-REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
+REJECTION_STATISTICS = (
+    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
+)
 
 
 def correction_rules(correction: DictConfig) -> Rules:
