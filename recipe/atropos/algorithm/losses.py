@@ -132,8 +132,7 @@ def forward_kl_top_k(
     """
     mass = teacher_logprobs.float().exp().sum(-1)
     kl = logits[:, :0].float().sum(1)  # 0, tied to the graph where no teacher is: FSDP waits for every rank's backward
-    at = (mass > 0).nonzero().squeeze(-1)
-    for chunk in at.split(_CHUNK):
+    for chunk in (mass > 0).nonzero().squeeze(-1).split(_CHUNK):
         # logits[chunk] is a private copy: other kernels may overwrite the logits in their own backward pass.
         arguments = (logits[chunk], teacher_ids[chunk], teacher_logprobs[chunk].float())
         kl = kl.index_add(0, chunk, checkpoint(_kl, *arguments, use_reentrant=False))

@@ -21,7 +21,6 @@ from recipe.atropos.verl_ext.algorithm import (
 )
 from recipe.atropos.verl_ext.batch import DataProto
 
-_WEIGHTED_BY = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
 _ROWS_AT_ONCE = 16  # which remain in the cache: verl makes many tensors of their size
 COMPARED = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
 
@@ -76,7 +75,7 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
         sampled = {"log_ratio": tensors["old_log_probs"] - tensors["rollout_log_probs"]}
         sampled["response_mask"] = tensors["response_mask"]
         if config.rollout_is:
-            options = {key: config[key] for key in _WEIGHTED_BY}
+            options = {key: config[key] for key in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")}
             at_once = len(indices) if config.rollout_is_batch_normalize else _ROWS_AT_ONCE  # it is over all rows
             parts = zip(*(values.split(at_once) for values in sampled.values()), strict=True)
             weights[indices] = torch.cat([_weights(*part, **options) for part in parts])
@@ -104,8 +103,7 @@ def _rewards_on(rewards: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     and rows without a kept token are unchanged.
     """
     lost = torch.where(kept, 0.0, rewards).sum(-1)
-    positions = torch.arange(kept.shape[1]).expand(kept.shape)
-    last = torch.where(kept, positions, -1).amax(-1)
+    last = torch.where(kept, torch.arange(kept.shape[1]), -1).amax(-1)
     moved = torch.where(kept, rewards, 0.0)
     some = last >= 0
     moved[some, last[some]] += lost[some]

@@ -10,7 +10,7 @@ import importlib.metadata as metadata
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,10 +38,7 @@ from recipe.atropos.utils.process import port_is_free
 from recipe.atropos.utils.wandb_login import wandb_login
 from recipe.atropos.verl_ext.attention import set_attention
 
-_PACKAGE = "verl-atropos"
 _OLDEST, _TOO_NEW = (3, 11), (3, 13)  # as in pyproject.toml
-_TRAINER = ("torch", "verl", "atroposlib", "ray", "transformers")
-_SGLANG = ("torch", "sglang", "transformers")
 _GIB = 1 << 30
 _LEAST_MEMORY, _LEAST_SHARED, _LEAST_DISK = 6, 0.5, 2  # GiB; memory: what the demo needs
 _LEAST_TOKENS = 32
@@ -95,8 +92,8 @@ def examine(plan: RunPlan) -> dict[str, CheckResult]:
         {
             "python": _python,
             "pins": _pins,
-            "trainer": lambda: _installed(sys.executable, _TRAINER),
-            "sglang": lambda: _installed(sglang_python(config.inference.python), _SGLANG),
+            "trainer": lambda: _installed(sys.executable, "torch", "verl", "atroposlib", "ray", "transformers"),
+            "sglang": lambda: _installed(sglang_python(config.inference.python), "torch", "sglang", "transformers"),
             **(on_gpus if config.trainer.device == "cuda" else on_a_cpu),
         }
     )
@@ -121,11 +118,22 @@ def _examine_model(config: DictConfig) -> dict[str, CheckResult]:
     results = {"model": result_of(lambda: _model(path))}
     if path in SMALL_POLICIES:
         return results | dict.fromkeys(_WITH_TOKENIZER, CheckResult("ok", "made with the model"))
+    from transformers import AutoTokenizer  # imported here: it takes seconds
+
     try:
-        tokenizer = _load_tokenizer(config.actor_rollout_ref.model)
-    except LaunchError as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            os.path.expanduser(path),
+            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+            local_files_only=True,
+        )
+    except Exception as error:  # whatever a tokenizer's own code raises
+        why = (
+            f"the tokenizer of {MODEL_KEY}={path} cannot be loaded from this machine "
+            f"({' '.join(str(error).split())[:300]}): save it beside the model (tokenizer.save_pretrained), or "
+            "download the model first (hf download)"
+        )
         skipped = CheckResult("skipped", "not checked, since the tokenizer cannot be loaded")
-        return results | dict.fromkeys(_WITH_TOKENIZER, skipped) | {"tokenizer": CheckResult("FAILED", str(error))}
+        return results | dict.fromkeys(_WITH_TOKENIZER, skipped) | {"tokenizer": CheckResult("FAILED", why)}
     return results | _results({name: partial(check, tokenizer, config) for name, check in _WITH_TOKENIZER.items()})
 
 
@@ -142,7 +150,7 @@ def _python() -> str:
 def _pins() -> str:
     """Compare the installed packages with what pyproject.toml requires."""
     try:
-        required = [Requirement(line) for line in metadata.requires(_PACKAGE) or ()]
+        required = [Requirement(line) for line in metadata.requires("verl-atropos") or ()]
     except metadata.PackageNotFoundError:
         required = [Requirement(Path(__file__).parents[1].joinpath("REQUIRED_VERL.txt").read_text().strip())]
     required = [each for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
@@ -157,7 +165,7 @@ def _pins() -> str:
     return f"{len(required)} required packages fit"
 
 
-def _installed(python: str, packages: Sequence[str]) -> str:
+def _installed(python: str, *packages: str) -> str:
     versions = versions_in(python, packages)
     if missing := [name for name in packages if versions[name] is None]:
         raise LaunchError(f"{python} has no {', '.join(missing)}: run `make env`, or docs/gpu.md for GPUs")
@@ -279,8 +287,7 @@ def _room(path: str, size: int, what: str, change: str) -> str:
 
 def _parameters(path: str) -> int:
     """Return the number of parameters, from the sizes of the model's files; 0 if they are not on this machine."""
-    file = config_file(path) if path not in SMALL_POLICIES else None
-    if file is None:
+    if path in SMALL_POLICIES or (file := config_file(path)) is None:
         return 0
     settings = model_settings(file)
     each = 4 if str(settings.get("dtype") or settings.get("torch_dtype")).endswith("float32") else 2
@@ -308,21 +315,6 @@ def _model(path: str) -> str:
     if (file := config_file(path)) is None:
         return Note(f"{path} is on the hub and not on this machine: the start downloads it")
     return f"{model_settings(file).get('model_type', 'unknown')} in {file.parent}"
-
-
-def _load_tokenizer(model: DictConfig) -> Any:
-    from transformers import AutoTokenizer  # imported here: it takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            os.path.expanduser(model.path), trust_remote_code=model.trust_remote_code, local_files_only=True
-        )
-    except Exception as error:  # whatever a tokenizer's own code raises
-        raise LaunchError(
-            f"the tokenizer of {MODEL_KEY}={model.path} cannot be loaded from this machine "
-            f"({' '.join(str(error).split())[:300]}): save it beside the model (tokenizer.save_pretrained), or "
-            "download the model first (hf download)"
-        ) from error
 
 
 def _tokenizer(tokenizer: Any, _: DictConfig) -> str:

@@ -161,8 +161,8 @@ def _suggested(key: str, known: Iterable[str]) -> str:
     known = [other for other in known if not unsupported(other)[0]]
     ends = (f".{key}", "." + key.rpartition(".")[2])
     same_name = next((same for end in ends if (same := [other for other in known if other.endswith(end)])), None)
-    found = difflib.get_close_matches(key, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
-    return f"; did you mean {found[0]}?" if found else "; recipe/atropos/config/trainer.yaml lists the keys"
+    near = nearest(key, same_name or known, cutoff=0.0 if same_name else 0.6)
+    return near or "; recipe/atropos/config/trainer.yaml lists the keys"
 
 
 def _check_renamed(key: str, value: Any) -> None:
@@ -222,9 +222,9 @@ def wrong_values(values: Mapping[str, Any]) -> dict[str, str]:
     return lines
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
+def nearest(key: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``; did you mean KEY?``, or "" if no key in ``known`` is similar."""
-    found = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(key, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {found[0]}?" if found else ""
 
 
@@ -257,8 +257,7 @@ def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, s
     if problem["type"] == "literal_error":
         near = nearest(shown, choices.split(", "))
         return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}{near}"
-    template = _WANTED.get(problem["type"])
-    wanted = template.format(**problem.get("ctx", {})) if template else problem["msg"]
+    wanted = _WANTED.get(problem["type"], "{msg}").format(msg=problem["msg"], **problem.get("ctx", {}))
     return key, f"{key}={shown}: give {wanted}{', or null' if null else ''}"
 
 

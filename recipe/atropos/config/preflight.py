@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from pydantic import TypeAdapter
 
 from recipe.atropos.algorithm.estimators import ESTIMATORS
-from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.env_specs import EnvironmentSpec, environment_specs
 from recipe.atropos.config.model_rules import model_rules
 from recipe.atropos.config.models import looks_local
@@ -27,12 +26,11 @@ Rules = Iterable[tuple[Any, str]]
 
 
 def check_config(config: DictConfig) -> None:
-    """Run the checks that need no server: each value against the schema, then the rules of this module.
+    """Run the checks of a resolved configuration that need no server.
 
     Raises:
         ConfigurationError: naming the key.
     """
-    resolved(config)
     specs = [*environment_specs(config).values()]
     for spec in specs:
         _check_shaping(spec)
@@ -154,8 +152,7 @@ def _weight_sync(config: DictConfig) -> Rules:
 
 
 def _transport(config: DictConfig) -> Rules:
-    named = named_transport(config)
-    for transport in {named or WeightTransport, gpu_transport(config)}:
+    for transport in {named_transport(config) or WeightTransport, gpu_transport(config)}:
         yield from ((True, problem) for problem in transport.problems(config))
 
 
@@ -406,20 +403,21 @@ def _micro_batches(config: DictConfig) -> Rules:
 
 def _precision(config: DictConfig) -> Rules:
     for role in ("actor", "ref"):
-        given = config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or {}
         yield from (
             (
                 name not in _PRECISIONS,
                 f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.{name}: no such key; choose one of "
                 f"{', '.join(_PRECISIONS)}",
             )
-            for name in given
+            for name in config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or ()
         )
 
 
 _PRECISIONS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-_STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3"))
-REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
+REJECTION_STATISTICS = (
+    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
+    *("seq_max_k2", "seq_max_k3"),
+)
 
 
 def correction_rules(correction: DictConfig) -> Rules:

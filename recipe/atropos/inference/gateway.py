@@ -117,7 +117,7 @@ class Gateway:
     # -- own endpoints ---------------------------------------------------------------------------------------------
 
     async def get_status(self, request: web.Request) -> web.Response:
-        return _json(self.pool.status())
+        return web.json_response(self.pool.status())
 
     async def put_weights(self, request: web.Request) -> web.Response:
         try:
@@ -127,7 +127,7 @@ class Gateway:
         except (msgspec.MsgspecError, ValueError) as error:
             what = "PUT /gateway/weights takes {version, servers, pushing, adapter}"
             return _error(400, f"{what}: {error}; it was {body[:200]!r}")
-        return _json(self.pool.status())
+        return web.json_response(self.pool.status())
 
     # -- everything else -------------------------------------------------------------------------------------------
 
@@ -170,7 +170,8 @@ class Gateway:
         try:
             async with server.exchange(), self._request(server, request, sent) as upstream:
                 headers = _passed_on(upstream.headers)
-                if not _is_stream(upstream):
+                has_end = upstream.content_length is not None or upstream.content_type == "application/json"
+                if has_end and upstream.content_type != "text/event-stream":  # else it is passed on in pieces
                     content = await upstream.read()
                     _check_version(request, upstream, content)
                     if policy:
@@ -265,12 +266,6 @@ def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content:
             raise _UpstreamFailed(f"it answered with weight version {version.decode()!r}, which no push gave it")
 
 
-def _is_stream(reply: aiohttp.ClientResponse) -> bool:
-    """Return whether to pass a reply on in pieces: server-sent events, and what has no length and is not JSON."""
-    has_end = reply.content_length is not None or reply.content_type == "application/json"
-    return reply.content_type == "text/event-stream" or not has_end
-
-
 async def _to_client(action: Awaitable[object]) -> None:
     """Await ``action``; if the client has disconnected, cancel the request without blaming the server."""
     try:
@@ -283,13 +278,9 @@ def _passed_on(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_PASSED_ON)
 
 
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
 def _error(status: int, message: str) -> web.Response:
     """Return an error in the format that SGLang and OpenAI clients expect."""
-    return _json({"error": {"message": f"gateway: {message}", "code": status}}, status)
+    return web.json_response({"error": {"message": f"gateway: {message}", "code": status}}, status=status)
 
 
 def main(argv: list[str] | None = None) -> None:

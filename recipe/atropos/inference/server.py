@@ -57,7 +57,6 @@ _ALIASES = {
     "model": "model_path",
 }
 _PARALLEL = ("tp_size", "dp_size")
-_OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class SGLangLaunch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
-        if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
+        if clash := sorted({"model_path", "host", "port", "device", "dtype", "api_key"} & self.extra_args.keys()):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
         for name in (*_PARALLEL, "pp_size"):
             if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():
@@ -184,8 +183,13 @@ def sglang_command(launch: SGLangLaunch) -> tuple[list[str], dict[str, str]]:
     }
     # The launcher's PYTHONPATH is for another environment; an empty value counts as unset.
     python = sglang_python(launch.python)
-    environment = {"PYTHONPATH": "", "SGLANG_USE_CPU_ENGINE": "0", **nccl_variables(), **_END_ON_SIGTERM}
-    environment["PATH"] = server_path(python)
+    environment = {
+        "PATH": server_path(python),
+        "PYTHONPATH": "",
+        "SGLANG_USE_CPU_ENGINE": "0",
+        **nccl_variables(),
+        **_END_ON_SIGTERM,
+    }
     if launch.releases_memory:
         # SGLang would size the KV cache after the graphs, and leave no room for the buckets of a push.
         environment |= saver_variables(python) | {"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "0"}

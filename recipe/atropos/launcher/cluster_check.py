@@ -231,16 +231,17 @@ def _selects(value: str, names: Collection[str]) -> bool:
 
 def _clock(address: str, probe: Any) -> ClusterFinding:
     begun = time.time()
-    told = _answers({address: probe}, "time")[address]
-    apart = abs(told - (begun + time.time()) / 2)
+    apart = abs(_answers({address: probe}, "time")[address] - (begun + time.time()) / 2)
     problem = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
     return ClusterFinding("clock", address, problem if apart > _APART_SECONDS else "")
 
 
 def _token(address: str) -> ClusterFinding:
     """Check that the cluster answers nobody who has no token."""
-    problem = "whoever reaches it can run code on every node: on each, before ray start, and here, export "
-    problem += "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (openssl rand -hex 32)"
+    problem = (
+        "whoever reaches it can run code on every node: on each, before ray start, and here, export "
+        "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN (openssl rand -hex 32)"
+    )
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(CheckAliveRequest(), timeout=_CONNECT_SECONDS)

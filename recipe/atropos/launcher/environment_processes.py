@@ -119,8 +119,7 @@ def _interpreter_problem(spec: EnvironmentSpec) -> str | None:
         return f"{named}: Python {major}.{minor}; the adapter needs 3.11 or newer"
     names = [need.partition(">=")[0] for need in missing]
     exact = " ".join(f"{name}=={importlib.metadata.version(name)}" for name in names)
-    lacking = f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {exact}"
-    return lacking if missing else None
+    return f"{named}: the adapter needs {', '.join(missing)}; run {python} -m pip install {exact}" if missing else None
 
 
 def _flag_problem(run: Run, spec: EnvironmentSpec) -> str | None:
@@ -167,18 +166,14 @@ def environment_command(
         "env.wandb_name": spec.name,  # also the name that it registers with
         "env.group_size": spec.group_size,
         "env.inference_weight": spec.weight,
-        "env.min_batch_allocation": spec.min_batch_allocation,
+        # 0 for one of several without a share of its own: else the API would apply the environment's own default.
+        "env.min_batch_allocation": spec.min_batch_allocation or (0.0 if spec.several else None),
         "env.worker_timeout": worker_timeout(run.config),
+        "slurm": False if subcommand == "serve" else None,
     }
-    if spec.several and spec.min_batch_allocation is None:
-        known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
-    known |= spec.program
-    if subcommand == "serve":
-        known["slurm"] = False
-    given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
-    target = spec.target
-    if spec.place.endswith(".py"):
-        target = str(Path(spec.place).resolve()) + spec.target[len(spec.place) :]
+    given = split_secret_flags({**known, **spec.program, **_own_flags(spec), **flags})[0]
+    file = str(Path(spec.place).resolve()) if spec.place.endswith(".py") else spec.place
+    target = file + spec.target.removeprefix(spec.place)
     bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
         block = yaml.safe_dump(dict(spec.reward_bridge), default_flow_style=True, sort_keys=False, width=10**6)
@@ -286,13 +281,17 @@ class EnvironmentProcesses:
     def start(self) -> None:
         for state in self._states:
             if state.replica < state.spec.replicas:
-                limit, key = state.spec.max_restarts, f"{state.spec.key}.max_restarts"
-                start = partial(self._start, state)
-                policy = RestartPolicy(start, limit, "environment", recovers=state.recovers, key=key, optional=True)
+                policy = self._run.restart_policies[state.name] = RestartPolicy(
+                    partial(self._start, state),
+                    state.spec.max_restarts,
+                    "environment",
+                    recovers=state.recovers,
+                    key=f"{state.spec.key}.max_restarts",
+                    optional=True,
+                )
                 if state.spec.placement == "ray":
                     policy.awaited = partial(self._run.cluster.awaited, state.name)
-                self._run.restart_policies[state.name] = policy
-                start()
+                policy.start()
 
     def _start(self, state: _State) -> Service:
         spec, config = state.spec, self._run.config

@@ -45,9 +45,6 @@ _POLL_SECONDS = 0.5
 _NO_API = "http://127.0.0.1:1"
 
 
-async def _nothing() -> None: ...
-
-
 def main_metric(metrics: Mapping[str, float]) -> str | None:
     """Return the name of the metric to display: an accuracy if there is one, else the first."""
     return next(iter([*filter(is_accuracy, metrics), *metrics]), None)
@@ -82,7 +79,7 @@ class Evaluations:
 
     # ---------------------------------------------------------------- when
 
-    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
+    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)) -> None:
         """Evaluate ``version``, this start's first push, if it is due; environments may sample beside it.
 
         ``meanwhile`` is called again and again.
@@ -91,8 +88,7 @@ class Evaluations:
             ServiceFailed: an evaluation failed, or another service ended.
         """
         lines = read_evaluations(self._run.files.path)
-        kept = [line for line in lines if line["step"] <= version and "error" not in line]
-        rewrite_lines(self._path, kept)
+        rewrite_lines(self._path, [line for line in lines if line["step"] <= version and "error" not in line])
         if version == 0 or self._between(version):
             await self.evaluate_alone(version, meanwhile)
         self._mark(version)
@@ -117,7 +113,9 @@ class Evaluations:
             say(f"version {version}: {failure}", "eval", "bold red")
         self._mark(version)
 
-    async def evaluate_alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
+    async def evaluate_alone(
+        self, version: int, meanwhile: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+    ) -> None:
         """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running.
 
         Raises:
@@ -128,8 +126,7 @@ class Evaluations:
             await meanwhile()
             self._run.check()
             await asyncio.wait([self._task], timeout=_POLL_SECONDS)
-        task, self._task = self._task, None
-        task.result()
+        self._task.result()
 
     async def stop(self) -> None:
         """Cancel the evaluation in progress, if any; call it also however the run ends."""
@@ -157,8 +154,7 @@ class Evaluations:
         failures = []
         for spec, result in zip(specs, results, strict=True):
             if isinstance(result, ServiceFailed):
-                failure = {"step": version, "version": version, "env": spec.name, "error": str(result)}
-                append_line(self._path, failure)
+                append_line(self._path, {"step": version, "version": version, "env": spec.name, "error": str(result)})
                 if self._run.abandoned.issuperset(spec.services):
                     say(f"version {version}: {result}", "eval", "bold red")
                     continue

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from recipe.atropos.run.evaluations import held_out, read_evaluations
@@ -15,15 +14,12 @@ from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import write_atomic
 
 _COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
-_HELDOUT = "#d1242f"  # color for a single environment
 
 
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
     """Write ``reward.png``; see ``reward_figure``. Raises DiskFull, leaving an earlier file unchanged."""
     path, picture = RunDir(directory).reward_picture, io.BytesIO()
-    figure = reward_figure(directory, window)
-    FigureCanvasAgg(figure)
-    figure.savefig(picture, dpi=120, format="png")
+    reward_figure(directory, window).savefig(picture, dpi=120, format="png")
     write_atomic(path, picture.getvalue())
     return path
 
@@ -70,7 +66,7 @@ def _plot_evaluations(axes: Axes, directory: Path, colors: dict[str, str]) -> No
     right = axes.twinx()
     for name, found in curves.items():
         steps, values, _, (metric, *_) = zip(*found, strict=True)
-        color = colors.get(name, _HELDOUT)
+        color = colors.get(name, "#d1242f")  # for a single environment
         label = f"held out, {name}: {metric.removeprefix('eval/')}" if colors else metric.removeprefix("eval/")
         right.plot(steps, values, "o:", color=color, label=label)
         for x, y, *_ in (found[0], found[-1]):

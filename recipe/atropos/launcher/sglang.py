@@ -71,8 +71,7 @@ def plan_servers(run: Run, lora: bool = True) -> dict[str, SGLangLaunch]:
     given = sglang_flags(OmegaConf.to_container(config.args, resolve=True))
     for i, port in enumerate(ports):
         # Servers with the same seed would sample the same answers to the same prompts.
-        own: dict[str, Any] = {"random_seed": run.config.seed + i, **for_adapter, **given}
-        own.setdefault("trust_remote_code", model.trust_remote_code)
+        own = {"random_seed": run.config.seed + i, "trust_remote_code": model.trust_remote_code} | for_adapter | given
         launch = SGLangLaunch(
             model_path=model.path,
             python=config.python,
@@ -279,11 +278,10 @@ async def inference_healthy(run: Run, inference: InferenceServices) -> float:
     await wait_until_healthy(run.services["gateway"], inference.status, _GATEWAY_START)
     seconds = 0.0
     for name in inference.servers:
-        timeout = max(run.config.inference.start_timeout - seconds, 1.0)
         seconds += await wait_until_healthy(
             partial(run.services.__getitem__, name),
             lambda name=name: serves(run, inference.servers[name].url),  # another, once it is placed elsewhere
-            timeout,
+            max(run.config.inference.start_timeout - seconds, 1.0),
             key="inference.start_timeout",
         )
     _enable_restarts(run, inference)

@@ -62,12 +62,14 @@ class ShortRun:
             "trainer_gib": max(values("actor/perf/max_memory_allocated_gb"), default=None),
         }
         if pushes := values("weight_sync/total_s"):
-            found["push_s"] = statistics.median(pushes)
-            found["push_gb_per_s"] = values("weight_sync/bytes")[-1] / 1e9 / found["push_s"]
-            found["pause_s"] = statistics.median(values("weight_sync/pause_s"))
             # With max_staleness=0 a batch is generated while the trainer waits for it.
             speeds = [line["atropos/trained_tokens"] / line["timing_s/wait"] for line in self.metrics]
-            found["generated_tokens_per_s"] = statistics.median(speeds[1:] or speeds)
+            found |= {
+                "push_s": statistics.median(pushes),
+                "push_gb_per_s": values("weight_sync/bytes")[-1] / 1e9 / statistics.median(pushes),
+                "pause_s": statistics.median(values("weight_sync/pause_s")),
+                "generated_tokens_per_s": statistics.median(speeds[1:] or speeds),
+            }
         return {key: value for key, value in found.items() if value is not None}
 
 

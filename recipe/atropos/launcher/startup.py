@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.config.derived import request_limits
+from recipe.atropos.config.env_specs import options
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.errors import RECOVERABLE
 from recipe.atropos.launcher.services import RestartPolicy, Run
@@ -57,8 +58,8 @@ def api_command(run: Run) -> tuple[list[str], str]:
     """Return the Trajectory API's command and URL, on the port that is configured, 8000 or a free one."""
     config = run.config.api
     port = config.port or default_port(API_PORT, config.host, given_ports(run.config).values())
-    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", "--host", config.host, "--port", str(port)]
-    command += ["--data-dir", str(run.files.trajectories), "--retention", config.retention]
+    flags = {"host": config.host, "port": port, "data-dir": run.files.trajectories, "retention": config.retention}
+    command = [sys.executable, "-m", "recipe.atropos.trajectory_api", *options(flags)]
     return command, f"http://{reachable(config.host)}:{port}"
 
 
@@ -88,7 +89,7 @@ def session_command(run: Run, inference: InferenceServices, api_url: str) -> lis
     port = sessions.port or free_port(host)
     run.sessions_url = f"http://{reachable(host)}:{port}"
     credit = None if run.plan.specs else OmegaConf.to_container(run.config.environment).get("credit")  # else is theirs
-    options = {
+    flags = {
         "host": host,
         "port": port,
         "gateway": inference.gateway,
@@ -103,8 +104,7 @@ def session_command(run: Run, inference: InferenceServices, api_url: str) -> lis
         "credit": credit and json.dumps(credit),
         "timeout": request_limits(run.config).get("timeout"),
     }
-    flags = (f"--{name}={value}" for name, value in options.items() if value is not None)
-    return [sys.executable, "-m", "recipe.atropos.sessions.server", *flags]
+    return [sys.executable, "-m", "recipe.atropos.sessions.server", *options(flags)]
 
 
 def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
@@ -116,8 +116,7 @@ def set_aside_store(files: RunDir, trainer: DictConfig) -> None:
     if files.summary.exists():
         update_summary(files.path, {}, remove=["environments_joined", "seconds_in_all"])  # which count from 0 again
     now = f"{time.time():.0f}"
-    stores = (files.trajectories, [""]), (files.environments, [""]), (files.sessions, ["", "-wal", "-shm"])
-    for store, logs in stores:
+    for store, logs in (files.trajectories, [""]), (files.environments, [""]), (files.sessions, ["", "-wal", "-shm"]):
         for log in logs:
             if (path := store.with_name(store.name + log)).exists():
                 path.rename(store.with_name(f"{store.name}.{now}{log}"))
@@ -221,11 +220,10 @@ async def first_version(run: Run, inference: InferenceServices) -> int:
                 )
         return version is not None
 
-    timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
     seconds = await wait_until_healthy(
         lambda: run.services["trainer"],
         pushed,
-        timeout,
+        run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout,
         what="done with its first push of weights",
         key="trainer.ray_wait_register_center_timeout + trainer.atropos.weight_sync.timeout",
     )

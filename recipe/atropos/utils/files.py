@@ -30,7 +30,6 @@ from recipe.atropos.errors import AtroposError, ConfigurationError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PARTIAL = ".partial"  # suffix of files that are being written; their names begin with "."
 _NO_ROOM = 1 << 16  # bytes
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 # Colors and the like; titles and links; control characters but tab, newline and return.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -262,8 +261,7 @@ def append_line(path: str | Path, value: Any) -> None:
         if end != file.seek(0, os.SEEK_END):
             file.truncate(end)
         try:
-            written = file.write(line)
-            if written != len(line):  # no room for the rest
+            if file.write(line) != len(line):  # no room for the rest
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             file.truncate(end)
@@ -298,7 +296,7 @@ def bound_log(path: Path, limit: int) -> None:
         with (
             _partial(path) as partial,
             open(path, "r+b", buffering=0) as log,
-            open(os.open(partial, _NEW, 0o600), "wb", 0) as copy,
+            open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as copy,
         ):
             if size > 2 * limit:
                 log.seek(size - limit)

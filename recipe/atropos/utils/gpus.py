@@ -28,8 +28,6 @@ BUCKET_MEGABYTES = {"cuda": 2048, "cpu": 512}
 WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment of a process that must not see any GPU."""
 
-_PLATFORMS = {"cuda": "nvidia", "cpu": "cpu"}
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's current name and its former one
 _SMI_FOLDERS = ("/usr/bin", "/usr/local/bin", "/usr/local/cuda/bin")  # where verl looks too
 _SMI_SECONDS = 60.0
 
@@ -93,10 +91,10 @@ def platform_variables(config: DictConfig) -> dict[str, str]:
 
     A VERL_PLATFORM that the user has set stays, if it is of the decided device.
     """
-    device, platform = config.trainer.device, os.environ.get(PLATFORM_VARIABLE)
-    own = WITHOUT_GPUS if device == "cpu" else nccl_variables()
-    is_of_device = platform and (platform == "cpu") == (device == "cpu")
-    return {PLATFORM_VARIABLE: platform if is_of_device else _PLATFORMS[device], **own}
+    on_cpu, platform = config.trainer.device == "cpu", os.environ.get(PLATFORM_VARIABLE)
+    if not platform or (platform == "cpu") != on_cpu:
+        platform = "cpu" if on_cpu else "nvidia"
+    return {PLATFORM_VARIABLE: platform, **(WITHOUT_GPUS if on_cpu else nccl_variables())}
 
 
 NCCL_FLAGS = {  # of SGLang, and the variables that they set to 1
@@ -119,7 +117,7 @@ def without_expandable_segments() -> dict[str, str]:
     Memory of such a segment can neither be shared with every process of the user nor be released while it is in use.
     """
     found = {}
-    for name in _ALLOCATOR_VARIABLES:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # torch's current name and its former one
         options = os.environ.get(name, "").split(",")
         kept = [option for option in options if option.replace(" ", "").lower() != "expandable_segments:true"]
         if len(kept) < len(options):

@@ -45,7 +45,6 @@ _KILL_SECONDS = 5.0
 _TICKS_SECONDS = 0.1  # by which a process's start time since the boot may differ later, in ticks of 10 ms
 _TAIL_LINES, _TAIL_COLUMNS = 20, 300
 
-_GUARDIAN = str(Path(__file__).with_name("guardian.py"))
 _GUARDIAN_SECONDS = 60.0  # for it to start the service
 
 
@@ -284,7 +283,7 @@ def start_service(
     with theirs, open_log(log_path) as log, open_log(output_path or log_path) as output:
         log_start = os.fstat(log.fileno()).st_size
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", _GUARDIAN, name],
+            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), name],
             stdin=theirs.fileno(),
             stdout=output,
             stderr=log,

@@ -35,7 +35,6 @@ _NAME = rf"({_PREFIX}[a-z0-9_]{{8}})"
 _FOLDER = re.compile(_NAME)
 _SEGMENT = re.compile(rf"{_NAME}(?:-(?P<pid>\d+)-\d+)?|sem\.{_NAME}-mp-\w+|sglang_loads_{_NAME}_\w+\.shm")
 _MARK = ".scratch"  # file in each run's folder, with the boot id of the machine that made it
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _TRIES = 20
 _LONGEST_BASE = 22  # bytes; the path of a Unix socket may have 107, of which Ray uses 68 below the run's folder
 _segments = itertools.count()
@@ -145,7 +144,7 @@ def _made_here(mark: Path) -> bool:
 def _machine() -> str:
     """Return the boot id of this machine, which its containers share, or its name if there is no boot id."""
     try:
-        return _BOOT.read_text()
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         return socket.gethostname()
 

@@ -71,14 +71,12 @@ class ConfiguredOffload:
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the module; verl reads ``forward_only`` here only to decide whether to offload."""
         config = self.engine_config
-        stays = config.forward_only and not (config.param_offload or config.offload_policy)
-        if not stays:
-            return super()._build_fsdp_module(module)
-        config.forward_only = False
+        forward_only = config.forward_only
+        config.forward_only = forward_only and bool(config.param_offload or config.offload_policy)
         try:
             return super()._build_fsdp_module(module)
         finally:
-            config.forward_only = True
+            config.forward_only = forward_only
 
 
 class ConfiguredOptimizer:

@@ -63,14 +63,12 @@ class ServerFleet:
     ) -> dict[str, Any]:
         """Run ``action`` on each server; return its result or InferenceError by URL. ``timeouts``: seconds per call."""
 
-        async def ask_one(url: str) -> Any:
-            limit = self.timeout if timeouts is None else timeouts[url]
-            return await action(SGLangClient(url, self.api_key, timeout=limit))
+        async def ask_all() -> list[Any]:
+            limits = timeouts or dict.fromkeys(urls, self.timeout)
+            clients = [SGLangClient(url, self.api_key, timeout=limits[url]) for url in urls]
+            return await asyncio.gather(*map(action, clients), return_exceptions=True)
 
-        async def ask_all() -> dict[str, Any]:
-            return dict(zip(urls, await asyncio.gather(*map(ask_one, urls), return_exceptions=True), strict=True))
-
-        answers = asyncio.run(ask_all())
+        answers = dict(zip(urls, asyncio.run(ask_all()), strict=True))
         for error in answers.values():
             if isinstance(error, BaseException) and not isinstance(error, InferenceError):
                 raise error

@@ -61,7 +61,7 @@ def test_dry_run_prints_the_command_of_each_service(planned, tmp_path):
     run = planned("inference.servers=2", "api.port=8123", "inference.gateway_port=9123", "inference.port=9200")
     commands = {name: command for name, (command, _) in service_commands(run).items()}
     assert list(commands) == ["api", "sglang-0", "sglang-1", "gateway", "trainer", "environment"]
-    assert commands["api"][-4:] == ["--data-dir", str(tmp_path / "run/trajectories"), "--retention", "all"]
+    assert commands["api"][-2:] == [f"--data-dir={tmp_path / 'run/trajectories'}", "--retention=all"]
     assert "--servers=http://127.0.0.1:9200,http://127.0.0.1:9201" in commands["gateway"]
     assert commands["trainer"][-2:] == ["recipe.atropos.train_run", str(tmp_path / "run")]
     assert "--env.rollout_server_url=http://127.0.0.1:8123" in commands["environment"]

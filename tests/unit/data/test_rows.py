@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.trainer import compose_config
+from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import (
@@ -145,6 +146,6 @@ def test_staleness_bound_that_would_deadlock_is_refused(overrides, expected):
     options = ["actor_rollout_ref.model.path=a/b", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
     config = compose_config(*options, *f"trainer.atropos.{overrides}".split())
     if expected is None:
-        return check_config(config)
+        return check_config(resolved(config))
     with pytest.raises(ConfigurationError, match=expected):
-        check_config(config)
+        check_config(resolved(config))

@@ -16,7 +16,7 @@ from helpers.runs import Placed, run_of
 from helpers.trainer import changed_config, compose_config
 from helpers.waiting import until
 from recipe.atropos.commands.dry_run import service_commands
-from recipe.atropos.config.compose import load_config
+from recipe.atropos.config.compose import load_config, resolved
 from recipe.atropos.config.env_specs import environment_specs, fill_warnings
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
@@ -100,7 +100,7 @@ REFUSED = {
 @pytest.mark.parametrize("options", REFUSED, ids=range(len(REFUSED)))
 def test_environments_that_cannot_work_are_refused_by_key(options):
     with pytest.raises(ConfigurationError) as refusal:
-        check_config(config(*options.split()))
+        check_config(resolved(config(*options.split())))
     assert REFUSED[options] in str(refusal.value)
 
 

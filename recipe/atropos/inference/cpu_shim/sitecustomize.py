@@ -54,12 +54,7 @@ class _KernelStub:
         return types.ModuleType(spec.name)
 
     def exec_module(self, module):
-        def missing(attribute):
-            if attribute.startswith("__"):
-                raise AttributeError(f"stub module {module.__name__} has no {attribute}")
-            return _Missing(f"{module.__name__}.{attribute}")
-
-        module.__getattr__ = missing
+        module.__getattr__ = _Missing(module.__name__).__getattr__
 
 
 class _TorchvisionSchemas:
@@ -124,9 +119,8 @@ class _NoPinnedMemory:
         if not any(asked in source for asked in _PINNED):
             return None
         loader = _PageableSource(fullname, spec.origin)
-        search = spec.submodule_search_locations
         return importlib.util.spec_from_file_location(
-            fullname, spec.origin, loader=loader, submodule_search_locations=search
+            fullname, spec.origin, loader=loader, submodule_search_locations=spec.submodule_search_locations
         )
 
 

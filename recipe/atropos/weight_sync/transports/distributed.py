@@ -124,7 +124,7 @@ class _Group:
 
     def __init__(self, name: str, urls: list[str], process_group: dist.ProcessGroup, store: dist.TCPStore):
         self.name, self.urls, self.version = name, urls, ""
-        self._process_group: dist.ProcessGroup | None = process_group
+        self.process_group: dist.ProcessGroup | None = process_group
         self._store: dist.TCPStore | None = store
 
     @classmethod
@@ -138,7 +138,6 @@ class _Group:
         """
         sizes = [await ranks_of(client, "joins no group") for client in clients]
         world_size = 1 + sum(sizes)
-        offsets = dict(zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True))
         # NCCL's timeout kills the process, so the request's, naming the server, must come first; gloo's delays closing.
         backend, limit = ("gloo", timeout) if get_device_name() == "cpu" else ("nccl", 2 * timeout)
         name = f"atropos_{uuid.uuid4().hex}"
@@ -169,21 +168,18 @@ class _Group:
             _world.pg_group_ranks[process_group] = {rank: rank for rank in range(world_size)}
             return process_group
 
-        def invite(client: SGLangClient) -> Awaitable[object]:
-            return client.post(
-                "/init_weights_update_group",
-                {
-                    "master_address": address,
-                    "master_port": port,
-                    "rank_offset": offsets[client],
-                    "world_size": world_size,
-                    "group_name": name,
-                    "backend": backend,
-                },
-            )
-
+        group = {
+            "master_address": address,
+            "master_port": port,
+            "world_size": world_size,
+            "group_name": name,
+            "backend": backend,
+        }
         joining = asyncio.ensure_future(in_thread(join))
-        invited = {asyncio.ensure_future(invite(client)): client for client in clients}
+        invited = {
+            asyncio.ensure_future(client.post("/init_weights_update_group", group | {"rank_offset": offset})): client
+            for client, offset in zip(clients, itertools.accumulate([1, *sizes[:-1]]), strict=True)
+        }
         join_timeout = min(timeout / 2, JOIN_SECONDS)  # shorter than the requests', which would all expire together
         done, late = await asyncio.wait([joining, *invited], timeout=join_timeout, return_when=asyncio.FIRST_EXCEPTION)
         failed = [task for task in (joining, *invited) if task in done and task.exception()]
@@ -203,16 +199,12 @@ class _Group:
         """Broadcast from this rank to all; blocks."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._process_group.broadcast([flat.view(torch.uint8)], options).wait()
-
-    def abort(self) -> None:
-        """Abort a broadcast that a server does not take part in."""
-        self._process_group.abort()
+        self.process_group.broadcast([flat.view(torch.uint8)], options).wait()
 
     def destroy(self) -> None:
         """Destroy the group; gloo closes the connections once nothing refers to it."""
-        dist.destroy_process_group(self._process_group)
-        self._process_group = self._store = None
+        dist.destroy_process_group(self.process_group)
+        self.process_group = self._store = None
 
 
 async def _abandon(
@@ -238,7 +230,7 @@ async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Grou
     try:
         await asyncio.gather(*tasks)
     except BaseException as error:
-        group.abort()
+        group.process_group.abort()  # a server does not take part
         await asyncio.wait(tasks, timeout=_ABANDON_SECONDS)
         tasks[0].cancel()
         tasks[1].add_done_callback(_retrieve_exception)

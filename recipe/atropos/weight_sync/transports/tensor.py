@@ -20,6 +20,7 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,12 +124,12 @@ def _handles(bucket: Bucket) -> str:
     SGLang unpickles only types that it knows, and reads these attributes of an entry (read in 0.5.23, utils/common.py
     and weight_updater.py). Offsets count elements of the bucket, which holds a single dtype.
     """
-    entries, place = [], 0
-    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-        size = shape.numel()
-        where = {"start_idx": place, "end_idx": place + size, "numel": size}
-        entries.append(SimpleNamespace(name=name, shape=shape, dtype=bucket.flat.dtype, **where))
-        place += size
+    sizes = [shape.numel() for shape in bucket.shapes]
+    places = zip(bucket.names, bucket.shapes, sizes, accumulate(sizes), strict=True)
+    entries = [
+        SimpleNamespace(name=name, shape=shape, dtype=bucket.flat.dtype, start_idx=end - size, end_idx=end, numel=size)
+        for name, shape, size, end in places
+    ]
     written = io.BytesIO()
     _HandlePickler(written).dump({"flattened_tensor": bucket.flat, "metadata": entries})
     return base64.b64encode(written.getvalue()).decode()
@@ -144,6 +145,5 @@ class _HandlePickler(ForkingPickler):
         if not (isinstance(value, torch.Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reduce_tensor(value)
-        device = arguments[_DEVICE_INDEX]
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = str(torch.cuda.get_device_properties(arguments[_DEVICE_INDEX]).uuid)
         return rebuild, (*arguments[:_DEVICE_INDEX], uuid, *arguments[_DEVICE_INDEX + 1 :])
