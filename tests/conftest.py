@@ -1,6 +1,7 @@
 """What many modules share, so that each need not start it again: a model, an SGLang server of it, and Ray."""
 
 import functools
+import gc
 import importlib.util
 import os
 import signal
@@ -51,6 +52,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     """Skip what imports gem where gem is not installed; None: pytest collects the module itself."""
     without = _GEM is None and module_path.name in _GEM_TESTS
     return _WithoutGem.from_parent(parent, path=module_path) if without else None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now lives to the end: searching it for garbage again takes a tenth of the tests' time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
