@@ -70,19 +70,22 @@ def serve(settings: Settings, host: str, port: int, secret: str | None) -> None:
             f"${API_KEY_VARIABLE}"
         )
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it logs what is not HTTP, with a traceback
-    # Have glibc keep freed memory for the next bodies: else the page faults are a fifth of the CPU of a post.
+    _reuse_memory()
+    uvloop.run(_until_ended(settings, host, port, secret))
+
+
+def _reuse_memory() -> None:
+    """Have glibc keep freed memory for the next bodies: else the page faults are a fifth of the CPU of a post."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
-    uvloop.run(_until_ended(settings, host, port, secret))
 
 
 async def _until_ended(settings: Settings, host: str, port: int, secret: str | None) -> None:
     service = TrajectoryService(settings)
-    runner = web.ServerRunner(
-        web.Server(Api(service, secret).handle, auto_decompress=False, access_log=None), shutdown_timeout=_END_SECONDS
-    )
+    server = web.Server(Api(service, secret).handle, auto_decompress=False, access_log=None)
+    runner = web.ServerRunner(server, shutdown_timeout=_END_SECONDS)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
@@ -93,18 +96,16 @@ async def _until_ended(settings: Settings, host: str, port: int, secret: str | N
         given = inherited_socket()
         site = web.SockSite(runner, given, backlog=1024) if given else web.TCPSite(runner, host, port, backlog=1024)
         await site.start()
+        address = runner.addresses[0]
         if secret is None:
             logger.warning("no secret: any user of this machine can read and change this server's data")
-        logger.info(
-            "the Trajectory API listens on http://%s:%s, data in %s", *runner.addresses[0][:2], settings.data_dir
-        )
+        logger.info("the Trajectory API listens on http://%s:%s, data in %s", *address[:2], settings.data_dir)
         await ended.wait()
         if watch.done():
             watch.result()
     except OSError as error:
-        raise ConfigurationError(
-            f"host={host}, port={port}: {error.strerror or error}{holder(port)}; give others"
-        ) from error
+        reason = f"{error.strerror or error}{holder(port)}"
+        raise ConfigurationError(f"host={host}, port={port}: {reason}; give others") from error
     finally:
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
@@ -148,12 +149,10 @@ def _serve(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    serve(
-        Settings(options.data_dir, options.durability, options.retention, options.queue_tokens, options.hold_seconds),
-        options.host,
-        options.port,
-        read_secret(options.secret_file),
+    settings = Settings(
+        options.data_dir, options.durability, options.retention, options.queue_tokens, options.hold_seconds
     )
+    serve(settings, options.host, options.port, read_secret(options.secret_file))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -159,9 +159,8 @@ def _inflated(body: bytes) -> bytes:
 def _answer(value: Any, status_code: int = 200) -> web.Response:
     if isinstance(value, str):
         return web.Response(text=value)
-    return web.Response(
-        body=value if isinstance(value, bytes) else orjson.dumps(value), status=status_code, headers=_JSON
-    )
+    body = value if isinstance(value, bytes) else orjson.dumps(value)
+    return web.Response(body=body, status=status_code, headers=_JSON)
 
 
 async def _written(request: web.BaseRequest, response: web.StreamResponse, parts: Iterable[bytes]) -> bool:

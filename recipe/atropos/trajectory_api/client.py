@@ -91,12 +91,10 @@ class TrajectoryApiClient:
         self._held: dict[int, set[int]] = {}  # open tickets, by environment
 
     async def __aenter__(self) -> "TrajectoryApiClient":
-        self._session = aiohttp.ClientSession(
-            connector=OwnServers() if self._headers else None,
-            # No compression: it costs more time than it saves on the loopback or a cluster's network.
-            headers={"Accept-Encoding": "identity", **self._headers},
-            read_bufsize=_READ_BUFFER,
-        )
+        # No compression: it costs more time than it saves on the loopback or a cluster's network.
+        headers = {"Accept-Encoding": "identity", **self._headers}
+        connector = OwnServers() if self._headers else None
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=_READ_BUFFER)
         return self
 
     async def __aexit__(self, *_: object) -> None:

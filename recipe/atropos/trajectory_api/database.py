@@ -225,9 +225,8 @@ def register(connection: sqlite3.Connection, last: int, **values: Any) -> list[E
 
     They keep their numbers, and so their order.
     """
-    rows = connection.execute(
-        f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}", (last,)
-    ).fetchall()
+    requeue = f"UPDATE groups SET batch = NULL, place = NULL WHERE batch > ? RETURNING {_ENTRY}"
+    rows = connection.execute(requeue, (last,)).fetchall()
     write_run(connection, last=last, **values)
     return sorted((Entry(*row) for row in rows), key=Entry.place)
 
@@ -254,16 +253,20 @@ def read_batch(connection: sqlite3.Connection, number: int) -> list[bytes]:
         (number,),
     ).fetchall()  # an error must leave no read transaction open
     for place, (stored, id, data, digest) in enumerate(rows):
-        _check_record(connection, f"batch {number}: group {id}", id, data if stored == place else None, digest)
+        if data is None or stored != place:
+            raise _damaged(connection, f"batch {number}: group {id}", "a record is missing")
+        _check_digest(connection, f"batch {number}: group {id}", id, data, digest)
     return [data for _, _, data, _ in rows]
 
 
-def _check_record(connection: sqlite3.Connection, what: str, id: int, data: bytes | None, digest: int | None) -> None:
-    """Raise DamagedRecord if a record is missing, or not what was stored."""
-    if data is None or digest != _digest(id, data):
-        path = connection.execute("PRAGMA database_list").fetchone()[2]
-        why = "a record is missing" if data is None else "its record has changed since it was stored"
-        raise DamagedRecord(f"{path}, {what} is damaged: {why}; {RESTORE}")
+def _check_digest(connection: sqlite3.Connection, what: str, id: int, data: bytes, digest: int) -> None:
+    if digest != _digest(id, data):
+        raise _damaged(connection, what, "its record has changed since it was stored")
+
+
+def _damaged(connection: sqlite3.Connection, what: str, why: str) -> DamagedRecord:
+    path = connection.execute("PRAGMA database_list").fetchone()[2]
+    return DamagedRecord(f"{path}, {what} is damaged: {why}; {RESTORE}")
 
 
 def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:
@@ -271,7 +274,7 @@ def read_record(connection: sqlite3.Connection, id: int) -> bytes | None:
     row = connection.execute("SELECT data, digest FROM records WHERE id = ?", (id,)).fetchone()
     if row is None:
         return None
-    _check_record(connection, f"group {id}", id, *row)
+    _check_digest(connection, f"group {id}", id, *row)
     return row[0]
 
 

@@ -42,8 +42,8 @@ async def register(service: TrajectoryService, message: Registration) -> dict[st
     if message.max_staleness is not None and message.max_staleness < 0:
         raise RequestRefused(422, f"max_staleness={message.max_staleness}: give 0 or more batches, or null")
     async with service.registering:
-        last = max(await service.store.write(database.newest_batch), service.deleted)
-        former = service.trainer
+        newest = await service.store.write(database.newest_batch)
+        former, last = service.trainer, max(service.deleted, newest)
         if message.after is None:
             _refuse_while_live(service, "register with after=N, the number of the last batch in the weights")
             base = max(service.cursor, service.committed, service.served if former and former.numbers else 0)
@@ -107,11 +107,8 @@ async def _replace(service: TrajectoryService, message: Registration, base: int,
 def _refuse_while_live(service: TrajectoryService, instead: str) -> None:
     trainer = service.trainer
     if trainer is not None and trainer.numbers and trainer.live:
-        raise RequestRefused(
-            409,
-            f"a trainer, last seen {time.monotonic() - trainer.seen:.0f} s ago, trains on this server's batches; "
-            f"{instead}",
-        )
+        seen = time.monotonic() - trainer.seen
+        raise RequestRefused(409, f"a trainer, last seen {seen:.0f} s ago, trains on this server's batches; {instead}")
 
 
 def _check_available(service: TrajectoryService, after: int) -> None:

@@ -127,9 +127,8 @@ def endpoint(
             if one.name not in ("message", "body", "caller")
         ]
         message = msgspec.defstruct(function.__name__, fields) if fields else types.get("message")
-        ENDPOINTS[method, path] = Endpoint(
-            function, message, frozenset(one.name for one in given), for_trainers, with_epoch
-        )
+        wants = frozenset(one.name for one in given)
+        ENDPOINTS[method, path] = Endpoint(function, message, wants, for_trainers, with_epoch)
         return function
 
     return add

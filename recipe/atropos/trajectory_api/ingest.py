@@ -81,8 +81,13 @@ async def disconnect_env(service: TrajectoryService, env_id: Int, reason: str = 
 
 
 async def _save(service: TrajectoryService, environment: RegisteredEnvironment) -> None:
-    values = {name: getattr(environment, name) for name in ("registration", "name", "connected", "key")}
-    await service.store.write(database.write_environment, environment.id, msgspec.to_builtins(values))
+    values = {
+        "registration": msgspec.to_builtins(environment.registration),
+        "name": environment.name,
+        "connected": environment.connected,
+        "key": environment.key,
+    }
+    await service.store.write(database.write_environment, environment.id, values)
 
 
 # ---------------------------------------------------------------------- tickets

@@ -124,14 +124,9 @@ def _fast_group(group: Any) -> tuple[ScoredGroup, int]:
             raise ValueError
     if scores is None or not {"tokens", "masks"} <= flat.keys() or len(scores) != len(lengths or ()):
         raise ValueError
+    floats = {name: flat[name] for name in FLOATS if name in flat}
     return ScoredGroup(
-        np.array(lengths, np.int64),
-        flat["tokens"],
-        flat["masks"],
-        scores,
-        {name: flat[name] for name in FLOATS if name in flat},
-        raw,
-        env_id,
+        np.array(lengths, np.int64), flat["tokens"], flat["masks"], scores, floats, raw, env_id
     ), brackets
 
 

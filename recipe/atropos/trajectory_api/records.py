@@ -59,8 +59,8 @@ def read(data_dir: Path, number: int) -> list[ScoredGroup]:
     with _opened(data_dir) as connection:
         records = database.read_batch(connection, number)
         if not records:
-            kept = database.list_batches(connection)
-            there = f"it has batches {kept[0][0]} to {kept[-1][0]}" if kept else "it has none"
+            kept = [each for each, *_ in database.list_batches(connection)]
+            there = f"it has batches {kept[0]} to {kept[-1]}" if kept else "it has none"
             raise TrajectoryStoreError(f"number={number}: {data_dir} has no such batch; {there}")
         return [unpack(record) for record in records]
 

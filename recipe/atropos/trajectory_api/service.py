@@ -128,10 +128,9 @@ class TrajectoryService:
             self.environments.by_id[number] = msgspec.convert({"id": number, **values}, RegisteredEnvironment)
         self.environments.apply_shares(self.queue)
         if (values := run.get("registration")) is not None:
-            self.trainer = RegisteredTrainer(
-                msgspec.convert(values, Registration),
-                *(run["base"], run["weights"], time.monotonic(), set(run.get("empty", ()))),
-            )
+            registration = msgspec.convert(values, Registration)
+            base, weights, empty = run["base"], run["weights"], set(run.get("empty", ()))
+            self.trainer = RegisteredTrainer(registration, base, weights, time.monotonic(), empty)
         for entry in loaded.entries:
             self.queue.add(self.known(entry))
         if self.trainer is not None:
@@ -289,7 +288,8 @@ class TrajectoryService:
     def release_dead(self) -> None:
         """Release the tickets of environments that are gone."""
         alive = {environment.id for environment in self.environments if environment.alive}
-        self.release("environment_gone", *(n for n, entry in self.queue.tickets.items() if entry.env not in alive))
+        dead = [entry.number for entry in self.queue.tickets.values() if entry.env not in alive]
+        self.release("environment_gone", *dead)
 
     def release_hung(self) -> None:
         """Release tickets for which the trainer waits much longer than their environments' tickets usually take.
@@ -309,10 +309,8 @@ class TrajectoryService:
             usual, least = (max(env.seconds), _HUNG_SECONDS) if known else (of_all, _HUNG_FIRST_SECONDS)
             if usual and waited > max(least, _HUNG_MULTIPLE * usual):
                 whose = "whose groups" if known else "which has posted few; groups of others"
-                logger.warning(
-                    "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released",
-                    *(self.last + 1, waited, entry.number, env.name, whose, usual),
-                )
+                why = "batch %d waits %.0f s for ticket %d of %s, %s take %.0f s at most: released"
+                logger.warning(why, self.last + 1, waited, entry.number, env.name, whose, usual)
                 self.queue.hung[entry.number] = entry
                 self.release("hung", entry.number)
 

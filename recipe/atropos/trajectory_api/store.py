@@ -151,7 +151,8 @@ class TrajectoryStore:
 
     def size(self) -> int:
         """Return the bytes on disk."""
-        return sum(p.stat().st_size for p in (self.path, self.path.with_name(f"{DATABASE}-wal")) if p.exists())
+        files = (self.path, self.path.with_name(f"{DATABASE}-wal"))
+        return sum(path.stat().st_size for path in files if path.exists())
 
     # ------------------------------------------------------------------ the reading thread
 
@@ -183,8 +184,9 @@ class TrajectoryStore:
                 results = self._transaction(batch)
             except Exception as error:
                 if not _is_full(error, self.folder):
+                    failure = self._fail(error)
                     for *_, future in batch:
-                        future.set_exception(self._fail(error))
+                        future.set_exception(failure)
                     return
                 if not self.trouble:
                     logger.error("%s: %s; answers wait until there is room", self.path, error)
