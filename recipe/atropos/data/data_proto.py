@@ -70,7 +70,8 @@ def rows_to_data_proto(rows: Sequence[Row | None], limits: RowLimits, multiple_o
     ]
 
     def per_token(name: str) -> torch.Tensor:
-        return _pad([_NOTHING if value is None else value for value in _column(filled, name)], width, torch.float32)
+        values = [_NOTHING if value is None else value for value in _column(filled, name)]
+        return _pad(values, width, torch.float32)
 
     width = max(len(row.response) for row in filled)
     prompt_width = max(len(row.prompt) for row in filled)
@@ -135,11 +136,9 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
 
 def _non_tensors(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Return the per-row values, one (B,) array per name."""
+    objects = ("uid", "env_id", "env_name", "sampling", "credit", "dropped", "trajectory")
     return {
-        **{
-            name: _objects(_column(rows, name))
-            for name in ("uid", "env_id", "env_name", "sampling", "credit", "dropped", "trajectory")
-        },
+        **{name: _objects(_column(rows, name)) for name in objects},
         "policy_version_min": _objects([row.versions[0] for row in rows]),
         "policy_version_max": _objects([row.versions[1] for row in rows]),
         "raw_score": np.array([row.score if row.raw_score is None else row.raw_score for row in rows]),

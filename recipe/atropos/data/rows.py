@@ -104,16 +104,13 @@ class ConversionReport:
 
     def metrics(self) -> dict[str, float]:
         """Return trainer metrics under ``atropos/``, with drops also under ``atropos/ENV/``."""
+        by_environment = self.dropped_by_environment.items()
         counts = {
             "received": self.received,
             "rows": self.rows,
             "padding_rows": self.padding_rows,
             **{f"dropped/{reason}": n for reason, n in self.dropped.items()},
-            **{
-                f"{name}/dropped/{reason}": n
-                for name, reasons in self.dropped_by_environment.items()
-                for reason, n in reasons.items()
-            },
+            **{f"{name}/dropped/{reason}": n for name, reasons in by_environment for reason, n in reasons.items()},
             **{f"rows_with/{event}": n for event, n in self.events.items()},
         }
         return {f"atropos/{key}": float(n) for key, n in counts.items()}

@@ -322,16 +322,14 @@ class ScoredGroup:
         # As doubles: the shortest form of a float32 names another double.
         floats = {name: values.astype(np.float64, copy=False) for name, values in self.floats.items()}
         columns = {"tokens": self.tokens, "masks": self.masks, **floats}
-        return orjson.dumps(
-            {
-                **dict.fromkeys(KEYS),
-                **{name: orjson.Fragment(value) for name, value in self.fields.items()},
-                **{name: self.cut(values) for name, values in columns.items()},
-                "scores": self.scores,
-                "env_id": self.env_id,
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
+        group = {
+            **dict.fromkeys(KEYS),
+            **{name: orjson.Fragment(value) for name, value in self.fields.items()},
+            **{name: self.cut(values) for name, values in columns.items()},
+            "scores": self.scores,
+            "env_id": self.env_id,
+        }
+        return orjson.dumps(group, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 Group = ScoredGroup | Mapping[str, Any]  # a mapping is one that nobody has checked yet
