@@ -73,9 +73,8 @@ class DataSourceConfig:
         """Build from the full configuration."""
         values = config.trainer.atropos
         own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(
-            **own, joined=config.environment.target is None and not config.environments, secret=config.inference.api_key
-        )
+        joined = config.environment.target is None and not config.environments
+        return cls(**own, joined=joined, secret=config.inference.api_key)
 
     @property
     def longest_wait(self) -> tuple[str, float]:
@@ -89,10 +88,9 @@ class DataSourceConfig:
         return sum(min(self.retry_delay * 2**i, LONGEST_PAUSE) for i in range(self.retry_attempts - 1))
 
     def client(self) -> TrajectoryApiClient:
+        held = self.longest_wait[1]
         return TrajectoryApiClient(
-            *(self.api_url, self.secret, self.retry_timeout, self.timeout),
-            held=self.longest_wait[1],
-            first_pause=self.retry_delay,
+            self.api_url, self.secret, self.retry_timeout, self.timeout, held, first_pause=self.retry_delay
         )
 
 
@@ -179,10 +177,8 @@ class DataSource:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of batches fetched ahead, and the recovered failures."""
-        return {
-            "atropos/batches_ahead": len(self),
-            **{f"atropos/api/{name}": n for name, n in self.events.items() if n},
-        }
+        events = {f"atropos/api/{event}": n for event, n in self.events.items() if n}
+        return {"atropos/batches_ahead": len(self), **events}
 
     def weights_pushed(self, through: int) -> None:
         """Tell the API that the servers hold weights that contain the batches through ``through``."""
@@ -234,8 +230,9 @@ class DataSource:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error is not None, timeout=seconds)
             if self._ready:
+                batch = self._ready.popleft()
                 self._changed.notify_all()
-                return self._ready.popleft()
+                return batch
             if self._error is not None:
                 raise self._error
             self._training = False
