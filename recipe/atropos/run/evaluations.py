@@ -89,9 +89,8 @@ def held_out(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Evaluation]]:
         metrics, known = line.get("metrics", {}), found.get(line["env"])
         metric = known[0].metric if known else line.get("main")
         if metric in metrics:
-            found.setdefault(line["env"], []).append(
-                Evaluation(line["step"], metrics[metric], item_count(metrics), metric)
-            )
+            evaluation = Evaluation(line["step"], metrics[metric], item_count(metrics), metric)
+            found.setdefault(line["env"], []).append(evaluation)
     return found
 
 

@@ -173,8 +173,9 @@ class RunDir:
         Raises:
             OSError: no file is open there, or the disk does not answer.
         """
+        lock = os.fstat(descriptor)
         try:
-            return os.path.samestat(os.fstat(descriptor), self._locked())
+            return os.path.samestat(lock, self._locked())
         except (FileNotFoundError, NotADirectoryError):
             return False
 

@@ -117,10 +117,8 @@ class RunRecord:
         totals.steps = step
         totals.seconds += timing["step"]
         totals.seconds_per_phase = dict(Counter(totals.seconds_per_phase) + Counter(phases))
-        append_line(
-            self.directory.metrics,
-            {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}},
-        )
+        line = {"step": step, "time": time.time(), **metrics, **{f"phase_s/{k}": v for k, v in phases.items()}}
+        append_line(self.directory.metrics, line)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -180,7 +178,8 @@ def update_summary(directory: str | Path, values: Mapping[str, Any], remove: Col
     path = RunDir(directory).summary
     with disk_errors(path), open(open_lock(path.with_name(".summary.lock")), "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_json(path, {key: value for key, value in {**read_json(path, {}), **values}.items() if key not in remove})
+        merged = {**read_json(path, {}), **values}
+        write_json(path, {key: value for key, value in merged.items() if key not in remove})
 
 
 def add_start(directory: str | Path, seconds: float) -> None:
@@ -211,7 +210,8 @@ def by_alarm(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str | None], li
 
 def left_open(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the lines that raised an alarm which no line clears, the newest last."""
-    return [about[-1] for about in by_alarm(lines).values() if about[-1].get("state") == "raised"]
+    newest = [each[-1] for each in by_alarm(lines).values()]
+    return [line for line in newest if line.get("state") == "raised"]
 
 
 class ItemCounts:

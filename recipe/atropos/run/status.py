@@ -184,6 +184,7 @@ class RunReader:
         total = trainer.get("total_training_steps")
         state = self._state(holder, listing, total)
         services, diagnosis = self._read_services(listing or {}, config, state) if state in ALIVE else ((), None)
+        evaluations = held_out(read_evaluations(self.files.path)).values()
         return RunStatus(
             directory=self.files.path,
             state=state,
@@ -193,9 +194,7 @@ class RunReader:
             max_staleness=trainer.get("atropos", {}).get("max_staleness"),
             series={name: [row[name] for row in self._rows] for name in _SERIES},
             heldout=heldout_scores(self.files.path),
-            heldout_share=all(
-                is_accuracy(each[0].metric) for each in held_out(read_evaluations(self.files.path)).values()
-            ),
+            heldout_share=all(is_accuracy(each[0].metric) for each in evaluations),
             last=self._last,
             seconds_per_step=self._pace(),
             services=services,
@@ -225,7 +224,8 @@ class RunReader:
         any, or without a launcher."""
         step = self._last.get("step", 0)
         if holder is not None and holder.is_here and holder.lives():
-            if (listing or {}).get(LAUNCHER, {}).get("ending", False) or (total is not None and step >= total):
+            stopping = (listing or {}).get(LAUNCHER, {}).get("ending", False)
+            if stopping or (total is not None and step >= total):
                 return ENDING
             return RUNNING if self._last.get("time", 0) > holder.started else STARTING
         if is_finished(self.files, step, total):

@@ -184,9 +184,10 @@ def _log_samples(name: str, tracker: Any, step: int, samples: list[list[Any]]) -
     if name == "wandb":
         tracker.log({"a_overview/samples": tracker.Table(columns=list(_COLUMNS), data=samples)}, step=step)
     elif name == "tensorboard":
+        rows = [dict(zip(_COLUMNS, sample, strict=True)) for sample in samples]
         text = "\n\n---\n\n".join(
             f"**{row['env_name']}**, score {row['score']:+g}, versions {row['policy_version_min']} to "
             f"{row['policy_version_max']}\n\n{indent(row['input'], 4 * ' ')}\n\n{indent(row['output'], 4 * ' ')}"
-            for row in (dict(zip(_COLUMNS, sample, strict=True)) for sample in samples)
+            for row in rows
         )
         tracker.writer.add_text("a_overview/samples", text, step)
