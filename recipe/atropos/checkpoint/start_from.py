@@ -143,12 +143,10 @@ class Start:
         if not self.folder.start.exists() or began.items() & origin.items() != origin.items():
             base = base_model(read_config_yaml(self.source.config), read_json(self.source.summary, {}))
             # In a separate process: torch and transformers cost time and memory that the launcher should not spend.
-            command = [
-                *(sys.executable, "-m", "recipe.atropos", "export", str(self.source.path)),
-                *("--step", str(self.step), "--out", str(self.folder.start)),
-                *(["--adapter"] if self.adapter else []),
-                *(["--trust-remote-code"] if self.trust_remote_code else []),
-            ]
+            command = [sys.executable, "-m", "recipe.atropos", "export", str(self.source.path)]
+            command += ["--step", str(self.step), "--out", str(self.folder.start)]
+            command += ["--adapter"] if self.adapter else []
+            command += ["--trust-remote-code"] if self.trust_remote_code else []
             status, printed = run_command("export", command, log_path=self.folder.log("start"))
             if status != 0:
                 raise AtroposError(f"run.resume_from={self.source.path}@{self.step}: {printed.strip()[-2000:]}")

@@ -72,12 +72,13 @@ class Checkpoints:
         whole = self.whole()
         for folder in self.folders():
             if folder not in whole:
-                damaged = (
-                    "files are missing or have other sizes than when they were saved, or that file is damaged "
-                    "(trainer.resume_mode=resume_path resumes from it)"
-                )
-                without = f"it has no {COMPLETE}, which this recipe writes last"
-                logger.warning("%s is passed over: %s", folder, damaged if (folder / COMPLETE).exists() else without)
+                why = f"it has no {COMPLETE}, which this recipe writes last"
+                if (folder / COMPLETE).exists():
+                    why = (
+                        "files are missing or have other sizes than when they were saved, or that file is damaged "
+                        "(trainer.resume_mode=resume_path resumes from it)"
+                    )
+                logger.warning("%s is passed over: %s", folder, why)
         return whole[-1] if whole else None
 
     def best(self, scores: Mapping[int, float]) -> Path | None:
@@ -181,10 +182,8 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def folders(self) -> list[Path]:
-        return sorted(
-            [path for path in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)],
-            key=step_of,
-        )
+        found = [path for path in self.directory.glob("global_step_*") if re.fullmatch(r"global_step_\d+", path.name)]
+        return sorted(found, key=step_of)
 
     def _next_sequence(self) -> int:
         return 1 + max((self._sequence(folder) or 0 for folder in self.folders()), default=0)
