@@ -48,22 +48,21 @@ def _newest(lines: Iterable[dict[str, Any]], recorded: bool, seen: Seen) -> list
     for (name, environment), about in by_alarm(lines).items():
         raised, last = [line for line in about if line["state"] == "raised"], about[-1]
         begun = raised[-1] if raised else {"seen": about[0].get("seen")}
-        now = last["state"] == "raised"
-        # a start from an earlier checkpoint clears it at that step
-        ends = [last[key] for key in ("step", "since_step") if not now and last.get(key) is not None]
-        found.append(
-            {
-                "alarm": name,
-                "environment": environment,
-                **{key: last.get(key) for key in ("state", "since_step", "advice")},
-                "seen": begun.get("seen"),
-                "seen_last": seen.get((name, environment), last["seen"]) if now else last.get("seen"),
-                "raised_step": begun.get("step"),
-                "until_step": max(ends, default=None),
-                "times": len(raised),
-                "recorded": recorded,
-            }
-        )
+        alarm = {
+            "alarm": name,
+            "environment": environment,
+            **{key: last.get(key) for key in ("state", "since_step", "advice")},
+            "seen": begun.get("seen"),
+            "raised_step": begun.get("step"),
+            "times": len(raised),
+            "recorded": recorded,
+        }
+        if last["state"] == "raised":
+            alarm |= {"seen_last": seen.get((name, environment), last["seen"]), "until_step": None}
+        else:  # a start from an earlier checkpoint clears it at that step
+            ends = [step for step in (last.get("step"), last.get("since_step")) if step is not None]
+            alarm |= {"seen_last": last.get("seen"), "until_step": max(ends, default=None)}
+        found.append(alarm)
     return found
 
 

@@ -3,13 +3,14 @@
 Every value here is read from the run's files; long series are made short enough for a page, without hiding a spike.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from recipe.atropos.report.chart_table import CHARTS, Chart
-from recipe.atropos.report.run_history import SENT, Outcomes, RunHistory, extent, phases_of
+from recipe.atropos.report.run_history import SENT, RunHistory, extent, phases_of
 
 T = TypeVar("T")
 POINTS = 400  # of a curve; a screen has hardly more pixels for one
@@ -24,8 +25,9 @@ def curves(history: RunHistory, alarms: list[dict[str, Any]]) -> list[dict[str, 
     ``own`` says what holds for this run alone.
     """
     charts = []
+    of_scores = {"score": _scores, "heldout": _held_out}
     for chart in CHARTS:
-        found = {"score": _scores, "heldout": _held_out}.get(chart.id, _of_metrics)(history, chart)
+        found = of_scores.get(chart.id, _of_metrics)(history, chart)
         if any(y is not None for each in found["series"] for y in each["y"]):
             marks = [
                 {"x": alarm["since_step"], "alarm": alarm["alarm"]}
@@ -82,7 +84,8 @@ def _of_metrics(history: RunHistory, chart: Chart) -> dict[str, Any]:
 
 def _series(history: RunHistory, keys: Mapping[str, str]) -> list[dict[str, Any]]:
     """Counts that a step does not have are 0; other metrics are unknown then."""
-    steps, counts = [line["step"] for line in history.lines], ("atropos/dropped/", "atropos/rows_with/")
+    steps = [line["step"] for line in history.lines]
+    counts = ("atropos/dropped/", "atropos/rows_with/")
     return [
         {"label": label}
         | decimated(steps, [line.get(key, 0 if key.startswith(counts) else None) for line in history.lines])
@@ -124,24 +127,21 @@ def outcomes(history: RunHistory) -> list[dict[str, Any]]:
         begin = each[0].time if history.started is None else history.started
         end = max(begin + 1, *(one.time for one in each))
         n = min(BARS, len(each))
-        parts: list[list[Outcomes]] = [[] for _ in range(n)]
+        counts = [Counter() for _ in range(n)]
+        steps: list[int | None] = [None] * n
         for one in each:
-            parts[max(0, min(n - 1, int((one.time - begin) / (end - begin) * n)))].append(one)
+            place = max(0, min(n - 1, int((one.time - begin) / (end - begin) * n)))
+            counts[place] += one.counts
+            steps[place] = one.step
         width = (end - begin) / n / 60
-        found.append(
+        bars = [
             {
-                "environment": name,
-                "names": names,
-                "bars": [
-                    {
-                        "label": f"{width * place:.1f} min"
-                        + "".join(f", step {one.step}" for one in part[-1:] if one.step),
-                        "values": [sum(one.counts[outcome] for one in part) for outcome in names],
-                    }
-                    for place, part in enumerate(parts, start=1)
-                ],
+                "label": f"{width * (place + 1):.1f} min" + (f", step {steps[place]}" if steps[place] else ""),
+                "values": [count[outcome] for outcome in names],
             }
-        )
+            for place, count in enumerate(counts)
+        ]
+        found.append({"environment": name, "names": names, "bars": bars})
     return found
 
 
@@ -151,28 +151,24 @@ def outcomes(history: RunHistory) -> list[dict[str, Any]]:
 def staleness_histogram(history: RunHistory) -> dict[str, Any] | None:
     """Return the rows by age in updates, for the first, the middle and the last third of the steps."""
     prefix, steps = "atropos/staleness/rows_", len(history.lines)
-    return _binned(
-        [
-            (place * 3 // steps, int(key.removeprefix(prefix)), n)
-            for place, line in enumerate(history.lines)
-            for key, n in line.items()
-            if key.startswith(prefix)
-        ],
-        "updates",
-    )
+    counts = [
+        (place * 3 // steps, int(key.removeprefix(prefix)), n)
+        for place, line in enumerate(history.lines)
+        for key, n in line.items()
+        if key.startswith(prefix)
+    ]
+    return _binned(counts, "updates")
 
 
 def length_histogram(rollouts: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Return the rows by response tokens, for the first, the middle and the last third of the steps that were read."""
-    return _binned(
-        [
-            (place * 3 // len(rollouts), row["response_tokens"], 1)
-            for place, rows in enumerate(rollouts.values())
-            for row in rows
-            if "response_tokens" in row
-        ],
-        "tokens",
-    )
+    counts = [
+        (place * 3 // len(rollouts), row["response_tokens"], 1)
+        for place, rows in enumerate(rollouts.values())
+        for row in rows
+        if "response_tokens" in row
+    ]
+    return _binned(counts, "tokens")
 
 
 def _binned(counts: Sequence[tuple[int, int, float]], unit: str) -> dict[str, Any] | None:
@@ -187,15 +183,12 @@ def _binned(counts: Sequence[tuple[int, int, float]], unit: str) -> dict[str, An
     rows = np.zeros((3, len(edges)))
     for third, value, n in counts:
         rows[third, (value - low) // width] += n
-    return {
-        "unit": unit,
-        "labels": labels,
-        "series": [
-            {"label": label, "values": (third / third.sum()).round(4).tolist(), "rows": int(third.sum())}
-            for label, third in zip(("first third of the steps", "middle", "last third"), rows, strict=True)
-            if third.any()
-        ],
-    }
+    series = [
+        {"label": label, "values": (third / third.sum()).round(4).tolist(), "rows": int(third.sum())}
+        for label, third in zip(("first third of the steps", "middle", "last third"), rows, strict=True)
+        if third.any()
+    ]
+    return {"unit": unit, "labels": labels, "series": series}
 
 
 # ---------------------------------------------------------------- long series

@@ -45,10 +45,11 @@ def figures(history: RunHistory) -> list[list[str]]:
     before, after, _ = history.training_scores
     held: dict[str, str] = {}
     for name, values in history.held_out.items():
-        best, several = max(values, key=lambda value: value.score), len(values) > 1
-        at_best = f"{best.score:.3f} at step {best.step}"
-        held[f"held-out score, {name}"] = from_to(values[0].score, values[-1].score) if several else at_best
-        held[f"best held-out score, {name}"] = at_best if several else ""
+        first, best = values[0], max(values, key=lambda value: value.score)
+        held[f"held-out score, {name}"] = f"{first.score:.3f} at step {first.step}"
+        if len(values) > 1:
+            held[f"held-out score, {name}"] = from_to(first.score, values[-1].score)
+            held[f"best held-out score, {name}"] = f"{best.score:.3f} at step {best.step}"
     totals = {key: history.summary.get(key) or sum(history.column(metric)) for key, metric in _TOTALS.items()}
     seconds = max(totals["seconds"], 1e-9)
     restarts = sum(each.get("restarts", 0) for each in history.summary.get("environments", {}).values())

@@ -56,8 +56,9 @@ def page(histories: list[RunHistory], tokens: bool = True) -> str:
         for run, history, number in zip(runs, histories, (1, 2), strict=False):
             run["name"] = f"{history.run.path.parent.name}/{history.name} ({number})"
     data = {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "runs": runs}
+    names = " and ".join(run["name"] for run in runs)
     values = {
-        "title": html.escape(" and ".join(run["name"] for run in runs) + ": report"),
+        "title": html.escape(f"{names}: report"),
         "style": (FOLDER / "page.css").read_text(),
         "script": "\n".join((FOLDER / name).read_text() for name in _SCRIPTS),
         "data": orjson.dumps(data).decode().replace("<", "\\u003c"),  # no text of a sample ends the element

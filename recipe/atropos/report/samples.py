@@ -137,9 +137,8 @@ def sessions(history: RunHistory) -> tuple[list[dict[str, Any]], str]:
 
         for session in read_sessions(history.run, SESSIONS):
             if session.state.end is not None and session.state.env not in found:
-                found[session.state.env] = about(session) | {
-                    "turns_shown": [turn | _short(turn) for turn in itertools.islice(turns_of(session), TURNS)]
-                }
+                turns = [turn | _short(turn) for turn in itertools.islice(turns_of(session), TURNS)]
+                found[session.state.env] = about(session) | {"turns_shown": turns}
     except Exception as error:
         return [], f"Sessions are not shown: {error}"
     return [*found.values()], ""
@@ -160,7 +159,8 @@ def _short(turn: Mapping[str, Any]) -> dict[str, list[tuple[str, str]]]:
 def items(history: RunHistory, rollouts: Mapping[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return items that were answered several times: ``{"kind", "environment", "prompt", "answers"}``.
 
-    Held-out items come first, and among them those whose score changed. An answer is ``{"at", "answer", "score"}``.
+    Held-out items come first, and among them those whose score changed. An answer is ``{"at", "answer", "score"}``, the
+    first of its step.
     """
     answers: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     for kind, environment, at, prompt, answer, score in itertools.chain(_held_out(history), _trained(rollouts)):

@@ -51,10 +51,9 @@ def rows_of_step(
     if line is None:
         line = {line["step"]: line for line in read_metrics(config.run.dir)}.get(step, {})
     age = line.get("atropos/staleness/max", config.trainer.atropos.get("max_staleness"))  # an old run has none
+    versions = VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age)
     rows, report = groups_to_data_proto(
-        groups or batch_of_step(RunDir(config.run.dir), step),
-        limits,
-        versions=VersionLimits(step - 1, None if "atropos/rows_with/unknown_version" in line else age),
+        groups or batch_of_step(RunDir(config.run.dir), step), limits, versions=versions
     )
     if rows is None:
         raise DataSourceError(f"step {step} holds no row to train on; dropped: {dict(report.dropped)}")
