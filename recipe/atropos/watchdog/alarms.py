@@ -43,10 +43,11 @@ else:
 
 def raised_by(metrics: Mapping[str, float], tolerance: float, mode: str) -> dict[str, float]:
     """Return the alarms of a step as {name: value}; ``mode`` is ``trainer.atropos.sampling_mismatch``."""
+    shown = {name: alarm.in_step for name, alarm in ALARMS.items() if alarm.in_step is not None}
     return {
-        name: metrics[shown.metric]
-        for name, alarm in ALARMS.items()
-        if (shown := alarm.in_step) is not None and not metrics.get(shown.metric, 0) <= shown.limit(tolerance, mode)
+        name: metrics[each.metric]
+        for name, each in shown.items()
+        if not metrics.get(each.metric, 0) <= each.limit(tolerance, mode)
     }
 
 
@@ -57,9 +58,8 @@ def describe(name: str, value: float, tolerance: float) -> str:
 
 def table() -> str:
     """Return the table of ``docs/alarms.md``."""
-    return "| alarm | meaning | what to try |\n|---|---|---|\n" + "".join(
-        f"| `{name}` | {ALARMS[name].means} | {ALARMS[name].advice} |\n" for name in causes_first()
-    )
+    rows = [f"| `{name}` | {ALARMS[name].means} | {ALARMS[name].advice} |\n" for name in causes_first()]
+    return "| alarm | meaning | what to try |\n|---|---|---|\n" + "".join(rows)
 
 
 # ---------------------------------------------------------------- the watchdog

@@ -145,26 +145,28 @@ def _outcomes(counts: Mapping[str, int]) -> Counter[str]:
 
 @dataclass
 class ServerHistory:
-    """One SGLang server: its ``status`` in the gateway, whose state it has ``since`` then; ``finished`` are (time,
-    requests finished, whether it was busy).
-    """
+    """One SGLang server as the gateway sees it; ``finished`` are (time, requests finished, whether it was busy)."""
 
-    status: Mapping[str, Any]
+    url: str
+    state: str
     since: float
     pulse: Pulse
+    inflight: int = 0
+    error: str = ""
     finished: deque[tuple[float, int, bool]] = field(default_factory=deque)
 
     def add(self, status: Mapping[str, Any], now: float) -> None:
-        before, self.status = self.status, status
-        if status["state"] != before["state"]:
-            self.since = now
+        if status["state"] != self.state:
+            self.state, self.since = status["state"], now
             self.pulse.rest(now)
-        if before["inflight"] == 0:
+        done, idle = status["requests"] - status["inflight"], self.inflight == 0
+        if idle:
             self.pulse.rest(now)
-        done = status["requests"] - status["inflight"]
         if done > (self.finished[-1][1] if self.finished else 0):
             self.pulse.move(now)
-        self.finished.append((now, done, status["inflight"] > 0))
+        self.inflight = status["inflight"]
+        self.error = status["last_error"] or ""
+        self.finished.append((now, done, self.inflight > 0))
         while len(self.finished) > 2 and now - self.finished[1][0] >= _RATE_SECONDS:
             self.finished.popleft()
 
@@ -244,7 +246,8 @@ class History:
         behind = trained is not None and (self.version is None or self.version < trained)
         self.behind = (now if self.behind is None else self.behind) if behind else None
         self.servers = {  # without one that has moved to another node, whose address is not used any more
-            server["url"]: self.servers.get(server["url"]) or ServerHistory(server, now, Pulse(now))
+            server["url"]: self.servers.get(server["url"])
+            or ServerHistory(server["url"], server["state"], now, Pulse(now))
             for server in status["servers"]
         }
         for server in status["servers"]:
@@ -276,7 +279,7 @@ class History:
 
     def sampling(self, now: float) -> bool:
         """Return whether the servers finish the requests that they have: what hangs then is not waiting for them."""
-        waiting = [server for server in self.servers.values() if server.status["inflight"]]
+        waiting = [server for server in self.servers.values() if server.inflight]
         if self.gateway_silent is not None or self.held:
             return False
         return not waiting or any(now - server.pulse.last < server.pulse.limit(self.limits) / 2 for server in waiting)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, takewhile
+from itertools import takewhile
 
 from recipe.atropos.data.reasons import Reason
 from recipe.atropos.watchdog.history import RECENT_ITEMS, EnvironmentHistory, History
@@ -134,7 +134,7 @@ def _environment(history: History, environment: EnvironmentHistory, now: float) 
         yield _finding(environment, "environment_silent", environment.abandoned, since, step)
         if not environment.goes_on:
             return
-    found = next(chain(_dry(environment), _mostly(environment), _silent(history, environment, now)), None)
+    found = _dry(environment) or _mostly(environment) or _silent(history, environment, now)
     if (
         found is not None
         and not (found.alarm == "equal_scores" and history.limits.distills)
@@ -149,13 +149,13 @@ def _broken_policy_first(history: History, found: Finding) -> Finding:
     return replace(found, alarm="policy_broken", seen=f"{broken}; {found.seen}") if broken else found
 
 
-def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
-    """Nothing was sent since some time: yield the reason of most of what ended, first that items raised."""
+def _dry(environment: EnvironmentHistory) -> Finding | None:
+    """Nothing was sent since some time: return the reason of most of what ended."""
     since, step, counts = environment.at_last_group
     new = environment.counts - counts
     if new["raised"] >= _FAILED and new["raised"] + new["retried"] >= _DRY and 2 * new["raised"] >= new["items"]:
         text = f"no group; {new['raised']} of {new['items']} items raised: {_names(new, 'failed/')}"
-        yield _finding(environment, "environment_raises", text, since, step)
+        return _finding(environment, "environment_raises", text, since, step)
     causes = ("raised", "equal_scores", "too_long", "wrong_size", "refused")
     lost, name = sum(new[each] for each in causes), max(causes, key=lambda each: new[each])
     by_chance = new["equal_scores"]
@@ -169,10 +169,11 @@ def _dry(environment: EnvironmentHistory) -> Iterator[Finding]:
             text += f"; mean score {environment.score:.3g}"
         if cause == "equal_scores" and counts["items"]:
             text += f"; before, {counts['sent']} of {counts['items']} items gave a group"
-        yield _finding(environment, cause, text, since, step)
+        return _finding(environment, cause, text, since, step)
+    return None
 
 
-def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
+def _mostly(environment: EnvironmentHistory) -> Finding | None:
     """Groups are sent, but as many items are lost. Not for equal scores, whose share rises as a policy learns."""
     since, step, new = _recent(environment)
     for name in ("raised", "too_long", "wrong_size"):
@@ -180,22 +181,24 @@ def _mostly(environment: EnvironmentHistory) -> Iterator[Finding]:
             what = _names(new, "failed/") if name == "raised" else _OF_COUNT[name]
             verb = "raised:" if name == "raised" else "were not sent:"
             text = f"{new[name]} of the last {new['items']} items {verb} {what}"
-            yield _finding(environment, _OF_COUNT[name], text, since, step)
+            return _finding(environment, _OF_COUNT[name], text, since, step)
+    return None
 
 
-def _silent(history: History, environment: EnvironmentHistory, now: float) -> Iterator[Finding]:
+def _silent(history: History, environment: EnvironmentHistory, now: float) -> Finding | None:
     numbers = {number for number in environment.numbers.values() if number is not None}
     line = next((line for line in history.api.get("environments", ()) if line["env_id"] in numbers), {})
     if (unseen := line.get("replica_unseen_seconds", line.get("seen_seconds_ago", 0.0))) > history.limits.silent_after:
         since = (history.api_time or now) - unseen
         text = f"it has not called the Trajectory API for {now - since:.0f} s, but its process runs"
-        yield _finding(environment, "environment_silent", text, since, history.step_at(since))
+        return _finding(environment, "environment_silent", text, since, history.step_at(since))
     pulse = environment.pulse
     quiet = now - pulse.last
-    if environment.in_flight and history.sampling(now) and quiet > pulse.limit(history.limits):
-        usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
-        text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
-        yield _finding(environment, "environment_silent", text, pulse.last, history.step_at(pulse.last))
+    if environment.in_flight == 0 or not history.sampling(now) or quiet <= pulse.limit(history.limits):
+        return None
+    usual = f", the longest such silence before was {pulse.longest:.0f} s" if pulse.longest >= 1 else ""
+    text = f"none of its {environment.in_flight} items has ended for {quiet:.0f} s{usual}"
+    return _finding(environment, "environment_silent", text, pulse.last, history.step_at(pulse.last))
 
 
 def _all_gone(history: History, now: float) -> Iterator[Finding]:
@@ -203,12 +206,8 @@ def _all_gone(history: History, now: float) -> Iterator[Finding]:
     unseen = [line["seen_seconds_ago"] for line in history.api.get("environments", ()) if "seen_seconds_ago" in line]
     if unseen and min(unseen) > history.limits.silent_after:
         since = (history.api_time or now) - min(unseen)
-        yield Finding(
-            "environment_silent",
-            f"no environment has called the Trajectory API for {now - since:.0f} s; {len(unseen)} had joined",
-            since,
-            history.step_at(since),
-        )
+        text = f"no environment has called the Trajectory API for {now - since:.0f} s; {len(unseen)} had joined"
+        yield Finding("environment_silent", text, since, history.step_at(since))
 
 
 def _equal_groups(history: History) -> Iterator[Finding]:

@@ -97,29 +97,26 @@ def _servers(history: History, now: float) -> Iterator[tuple[str, float, str]]:
     limits, silent = history.limits, history.gateway_silent
     if silent is not None:
         if now - silent > limits.silent_after:
-            yield (
-                "server_unhealthy",
-                silent,
-                f"the gateway has not answered for {now - silent:.0f} s; see logs/gateway.log",
-            )
+            text = f"the gateway has not answered for {now - silent:.0f} s; see logs/gateway.log"
+            yield "server_unhealthy", silent, text
         return
-    serving = any(server.status["state"] == "admitted" for server in history.servers.values())
-    for url, server in history.servers.items():
-        status, out = server.status, now - server.since
-        if limits.push_every > 1 and serving and status["state"] == "waiting":  # which ends with the next push
+    serving = any(server.state == "admitted" for server in history.servers.values())
+    for server in history.servers.values():
+        out = now - server.since
+        if limits.push_every > 1 and serving and server.state == "waiting":  # which ends with the next push
             out = now - history.pushed if history.pushed > server.since else 0.0
-        reason = f" ({status['last_error']})" if status["last_error"] else ""
-        if status["state"] == "admitted":
+        reason = f" ({server.error})" if server.error else ""
+        if server.state == "admitted":
             quiet = now - server.pulse.last
-            if status["inflight"] and quiet > server.pulse.limit(limits):
-                text = f"{url} has {status['inflight']} requests in flight and has finished none for {quiet:.0f} s"
+            if server.inflight and quiet > server.pulse.limit(limits):
+                text = f"{server.url} has {server.inflight} requests in flight and has finished none for {quiet:.0f} s"
                 yield "server_unhealthy", server.pulse.last, text
         elif history.version is not None and out > limits.silent_after:
-            if status["state"] == "waiting" or _OTHER_WEIGHTS in reason:
-                text = f"{url} is without version {history.version} for {out:.0f} s{reason}"
+            if server.state == "waiting" or _OTHER_WEIGHTS in server.error:
+                text = f"{server.url} is without version {history.version} for {out:.0f} s{reason}"
                 yield "server_out_of_sync", server.since, text
             else:
-                text = f"{url} is {status['state']} for {out:.0f} s{reason}; {history.held} requests wait"
+                text = f"{server.url} is {server.state} for {out:.0f} s{reason}; {history.held} requests wait"
                 yield "server_unhealthy", server.since, text
     yield from _slow(history)
     if history.behind is not None and now - history.behind > limits.silent_after:
@@ -129,9 +126,7 @@ def _servers(history: History, now: float) -> Iterator[tuple[str, float, str]]:
 
 
 def _slow(history: History) -> Iterator[tuple[str, float, str]]:
-    admitted = [
-        server for server in history.servers.values() if server.status["state"] == "admitted" and server.finished
-    ]
+    admitted = [server for server in history.servers.values() if server.state == "admitted" and server.finished]
     for server in admitted:
         others = [_finished_requests(other) for other in admitted if other is not server]
         busy = sum(busy for _, _, busy in server.finished)
@@ -139,12 +134,10 @@ def _slow(history: History) -> Iterator[tuple[str, float, str]]:
             continue
         mean = sum(others) / len(others)
         if mean >= _SLOW_REQUESTS and _finished_requests(server) < _SLOW * mean:
-            yield (
-                "server_unhealthy",
-                server.finished[0][0],
-                f"{server.status['url']} finished {_finished_requests(server)} requests in a minute, the others "
-                f"{mean:.0f} each",
+            text = (
+                f"{server.url} finished {_finished_requests(server)} requests in a minute, the others {mean:.0f} each"
             )
+            yield "server_unhealthy", server.finished[0][0], text
 
 
 def _finished_requests(server: ServerHistory) -> int:

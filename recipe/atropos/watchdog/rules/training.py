@@ -439,9 +439,11 @@ def _entropy(history: History, now: float) -> Iterator[Finding]:
     if len(before) < _ENTROPY_FIRST or history.first[_ENTROPY_FIRST - 1] in history.recent(_ENTROPY_STEPS):
         return
     start = float(np.mean(before))
-    for steps, onset in _lasting(
-        history, _ENTROPY_STEPS, lambda step: any(n < _ENTROPY * start for n in _values([step], "actor/entropy"))
-    ):
+
+    def low(step: dict[str, Any]) -> bool:
+        return any(entropy < _ENTROPY * start for entropy in _values([step], "actor/entropy"))
+
+    for steps, onset in _lasting(history, _ENTROPY_STEPS, low):
         if not _all_near_highest(history):
             entropy = np.mean(_values(steps, "actor/entropy"))
             text = f"actor/entropy {entropy:.2g} nats over the last {len(steps)} steps, {start:.2g} over the first"
