@@ -217,10 +217,8 @@ def _staleness(status: RunStatus) -> Text:
 def _queue(status: RunStatus) -> Text:
     queue, size = status.diagnosis["queue"], status.diagnosis["batch_size"]
     why = f"  {status.diagnosis['why']}" if status.waiting else ""
-    return Text.assemble(
-        f"{queue['groups']} groups, {queue['sequences']} of {size} sequences",
-        (f"  {queue['open_tickets']} in flight{why}", "dim"),
-    )
+    text = f"{queue['groups']} groups, {queue['sequences']} of {size} sequences"
+    return Text.assemble(text, (f"  {queue['open_tickets']} in flight{why}", "dim"))
 
 
 def _memory(status: RunStatus) -> Text:
@@ -228,11 +226,8 @@ def _memory(status: RunStatus) -> Text:
     gpus = (
         f"  GPU {number}: {used / _GIB:.0f} of {total / _GIB:.0f}" for number, (used, total) in enumerate(memory.gpus)
     )
-    return Text.assemble(
-        f"{memory.run / _GIB:.1f} GiB in this run's processes",
-        (f"  {memory.free / _GIB:.0f} of {memory.total / _GIB:.0f} free", "dim"),
-        *gpus,
-    )
+    free = (f"  {memory.free / _GIB:.0f} of {memory.total / _GIB:.0f} free", "dim")
+    return Text.assemble(f"{memory.run / _GIB:.1f} GiB in this run's processes", free, *gpus)
 
 
 def _services(status: RunStatus, width: int, ascii_only: bool) -> Rows:

@@ -101,4 +101,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 if the run goes on or has finished, else 1."""
-    return 1 if print_state(find_run(given.run), Console(highlight=False)).state in (STOPPED, KILLED) else 0
+    status = print_state(find_run(given.run), Console(highlight=False))
+    return 1 if status.state in (STOPPED, KILLED) else 0
