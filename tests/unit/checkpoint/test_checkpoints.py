@@ -184,7 +184,10 @@ def configured(tmp_path, model_path):
         own = {"actor_rollout_ref.model.path": str(model), "run.dir": str(tmp_path / "run")}
         for key, value in {**own, **options}.items():
             OmegaConf.update(config, key, value)
-        OmegaConf.resolve(config)
+        values = OmegaConf.to_container(config, resolve=True)
+        read = {key: values[key] for key in ("run", "seed", "trainer", "data", "algorithm", "inference")}
+        policy = {key: values["actor_rollout_ref"][key] for key in ("model", "actor")}
+        config = OmegaConf.create({**read, "actor_rollout_ref": policy})  # all of it would take long to write
         folder = RunDir(config.run.dir)
         folder.path.mkdir(exist_ok=True)
         assert Path(config.trainer.rollout_data_dir) == folder.rollouts, "a key, so that a user may place it elsewhere"

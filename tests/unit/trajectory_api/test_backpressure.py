@@ -227,7 +227,7 @@ async def test_no_ticket_hangs_while_no_trainer_waits(service, clock, monkeypatc
                 assert await delivery.numbered_batch(service, 10, 0, None) is None
             clock.now += 5
             service.environments.touch(env)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.005)
 
     assert await delivery.numbered_batch(service, 10, 0, None) is None
     await minutes(asks=False)

@@ -12,6 +12,7 @@ from helpers.trajectory_service import in_service, open_service, registration
 from recipe.atropos.data import scored_group
 from recipe.atropos.data.scored_group import ScoredGroup
 from recipe.atropos.trajectory_api import app, database, delivery, ingest, records
+from recipe.atropos.trajectory_api import service as service_module
 from recipe.atropos.trajectory_api.app import Api
 from recipe.atropos.trajectory_api.batching import Entry
 from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
@@ -141,6 +142,11 @@ async def test_a_start_that_was_killed_is_no_damage(tmp_path):
     (tmp_path / "lock").touch()
     await in_service(tmp_path, fill)
     assert not (tmp_path / "partial.db").exists()
+
+
+@pytest.fixture(autouse=True)
+def short_ticks(monkeypatch):
+    monkeypatch.setattr(service_module, "_TICK", 0.01)
 
 
 async def ends(service, match, error=TrajectoryStoreError):
