@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import anthropic
 import msgspec
@@ -22,6 +23,7 @@ from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.run.folder import ELSEWHERE, RunDir
 from recipe.atropos.run.record import ItemCounts
+from recipe.atropos.sessions import server as session_server
 from recipe.atropos.sessions.counts import Reports
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.server import SessionServer
@@ -189,7 +191,7 @@ SUM = {"messages": [{"role": "user", "content": "sum"}]}
 
 
 class Sessions:
-    """A session server in this process, over a scripted policy; used as a context manager."""
+    """A session server in this process, over a scripted policy; used as a context manager. It polls often."""
 
     KEY = "environments"
 
@@ -199,6 +201,8 @@ class Sessions:
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self):
+        self.polls = mock.patch.object(session_server, "_POLL", 0.05)
+        self.polls.start()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.port = free_port()
@@ -208,6 +212,7 @@ class Sessions:
 
     def __exit__(self, *_):
         self.stop()
+        self.polls.stop()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
 
@@ -288,6 +293,14 @@ class Sessions:
             found.add(line)
         self.start()
         return {name.removeprefix("sessions/"): n for name, n in found.totals.items()}
+
+    def reward(self, opened, **result):
+        """(status, answer) of an environment's ``POST /sessions/ID/reward``."""
+        return self.call("POST", f"/sessions/{opened['id']}/reward", result)
+
+    def rows(self, opened):
+        """(status, answer) of an environment's ``GET /sessions/ID/rows``."""
+        return self.call("GET", f"/sessions/{opened['id']}/rows")
 
     def check(self, opened):
         check_trained_once(self.policy, self.session(opened).tree)

@@ -37,6 +37,8 @@ from recipe.atropos.run.reporting import EnvReport
 
 logger = logging.getLogger(__name__)
 
+_PERMANENT = (401, 403, 404)  # statuses of a teacher that asking again does not change
+
 
 class AdaptedEnv(CommandLine, Lifecycle):
     """Mixin; must precede a ``BaseEnv`` in the MRO, and be followed by ``PostingEnv``: see ``adapt``."""
@@ -46,9 +48,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         chat_templates_give_lists()
         settings = self.adapter_settings
-        self.report = EnvReport(
-            config.wandb_name or self.name or type(self).__name__, settings.report, settings.replica or 0
-        )
+        name = config.wandb_name or self.name or type(self).__name__
+        self.report = EnvReport(name, settings.report, settings.replica or 0)
         take_part(self, config, settings)
         self._failure: Exception | None = None  # ends the environment
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # BaseEnv's
@@ -132,9 +133,8 @@ class AdaptedEnv(CommandLine, Lifecycle):
                 ready.append(group)
         if not ready:
             return
-        await super().handle_send_to_api(
-            ready if isinstance(scored_data, list) else ready[0], item, do_send_to_api, abort_on_any_max_length_exceeded
-        )
+        payload = ready if isinstance(scored_data, list) else ready[0]
+        await super().handle_send_to_api(payload, item, do_send_to_api, abort_on_any_max_length_exceeded)
         if not do_send_to_api:
             self.report.count("groups_written", len(ready))
 
@@ -151,15 +151,9 @@ class AdaptedEnv(CommandLine, Lifecycle):
 
     async def _shape(self, group: dict[str, Any]) -> None:
         if self.reward_bridge is not None:
+            drop_equal = self.config.ensure_scores_are_not_same
             with self._ends_on_failure():
-                await shape(
-                    self.reward_bridge,
-                    group,
-                    self.tokenizer,
-                    self.curr_step,
-                    self.config.ensure_scores_are_not_same,
-                    self.report,
-                )
+                await shape(self.reward_bridge, group, self.tokenizer, self.curr_step, drop_equal, self.report)
 
     def _restore(self, group: dict[str, Any]) -> None:
         if "policy_version_min" in group["group_overrides"]:  # from the session server: it is as it was sampled
@@ -174,12 +168,11 @@ class AdaptedEnv(CommandLine, Lifecycle):
                     raise CreditError("the environment sends branches: give environment.credit, which compares them")
                 return
             if credit.teacher is not None:
+                policy = sglang_servers(self.server)
                 try:
-                    taught = await taught_logprobs(
-                        credit.teacher, group, item, self.tokenizer, sglang_servers(self.server)
-                    )
+                    taught = await taught_logprobs(credit.teacher, group, item, self.tokenizer, policy)
                 except InferenceError as error:  # it is sent without, as by ``TeacherFixes``
-                    if error.status in (401, 403, 404):  # which asking again does not change
+                    if error.status in _PERMANENT:
                         raise
                     logger.warning("%s: no teacher: %s", self.report.name, error)
                     self.report.count("teacher_missing")

@@ -50,8 +50,8 @@ def complete(
     Raises:
         WrongKey: a server rejects the key, names the variable to set; or it has no address.
     """
-    # atroposlib turns it on to evaluate and to process, whatever the default
-    if (env.use_wandb or not serves) and "use_wandb" not in env_given:
+    uses_wandb = env.use_wandb or not serves  # atroposlib turns it on to evaluate and to process, whatever the default
+    if uses_wandb and "use_wandb" not in env_given:
         mode, host, logged_in = wandb_login()
         if mode == "online" and not logged_in:
             _say(f"nobody has logged in to {host} here (--env.use_wandb=false)")
@@ -109,7 +109,8 @@ def served_model(base_url: str, api_key: str | None) -> tuple[str, str] | None:
     parts = urlsplit(base_url)
     try:
         socket.create_connection((parts.hostname, parts.port or 80), timeout=_CONNECT_SECONDS).close()
-        info = asyncio.run(client_of(APIServerConfig(base_url=base_url, api_key=api_key), _ANSWER_SECONDS).model_info())
+        server = APIServerConfig(base_url=base_url, api_key=api_key)
+        info = asyncio.run(client_of(server, _ANSWER_SECONDS).model_info())
     except InferenceError as error:
         if error.status in (401, 403):
             raise WrongKey(

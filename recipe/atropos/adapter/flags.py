@@ -75,9 +75,8 @@ def take_settings(arguments: list[str]) -> AdapterSettings | None:
     Raises:
         UsageError: a flag has no value, or an invalid one.
     """
-    given = {
-        flag.removeprefix(PREFIX): value for flag in _SETTINGS if (value := take_flag(arguments, flag)) is not None
-    }
+    given = {flag.removeprefix(PREFIX): take_flag(arguments, flag) for flag in _SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
     try:
         return AdapterSettings(**given) if given else None
     except ValidationError as error:
@@ -183,11 +182,8 @@ class CommandLine:
             code = 2
             for problem in error.errors():
                 name = ".".join(map(str, problem["loc"]))
-                what = (
-                    f"{name} needs a default in the class, or a value in config_init()"  # flags come later
-                    if problem["type"] == "missing"
-                    else f"--{name}={problem['input']!r}"
-                )
+                lacking = f"{name} needs a default in the class, or a value in config_init()"  # flags come later
+                what = lacking if problem["type"] == "missing" else f"--{name}={problem['input']!r}"
                 print(f"error: {error.title}: {what}: {problem['msg']}", file=sys.stderr)
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

@@ -92,20 +92,12 @@ class Lifecycle:
     async def evaluate_log(self, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log ``metrics`` as ``BaseEnv`` does; NumPy scalars are accepted too."""
         self._logged = True
-        await super().evaluate_log(
-            {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()},
-            *args,
-            **kwargs,
-        )
+        plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in metrics.items()}
+        await super().evaluate_log(plain, *args, **kwargs)
 
     async def _run_evaluation(self) -> None:
         """Do what ``BaseEnv._run_evaluate`` does, and write the metrics to a file."""
-        if self._umask is not None:  # what BaseEnv has written may be read, without the secrets
-            os.umask(self._umask)
-            folder = self.config.data_dir_to_save_evals
-            if folder is not None and (written := Path(folder) / "evaluate_config.yaml").exists():
-                public = without_secrets(yaml.safe_load(written.read_text()))
-                write_atomic(written, yaml.safe_dump(public, sort_keys=False).encode())
+        self._remove_secrets()
         await self.setup()
         started = time.time()
         try:
@@ -121,6 +113,16 @@ class Lifecycle:
             await self.evaluate_log(found, start_time=started, end_time=time.time())
         else:
             logger.warning("%s: evaluate reports nothing", type(self).__name__)
+
+    def _remove_secrets(self) -> None:
+        """Let others read what BaseEnv has written, without its secrets."""
+        if self._umask is None:
+            return
+        os.umask(self._umask)
+        folder = self.config.data_dir_to_save_evals
+        if folder is not None and (written := Path(folder) / "evaluate_config.yaml").exists():
+            public = without_secrets(yaml.safe_load(written.read_text()))
+            write_atomic(written, yaml.safe_dump(public, sort_keys=False).encode())
 
     async def _run_evaluate(self) -> None:
         await self.__to_the_end(self._run_evaluation)

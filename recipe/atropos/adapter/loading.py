@@ -38,19 +38,15 @@ def load_environment(target: str) -> type[BaseEnv]:
     except (Exception, SystemExit) as error:
         frames, file = traceback.extract_tb(error.__traceback__), str(Path(place).resolve())
         at = [f" (line {frame.lineno})" for frame in frames if frame.filename == file][-1:]
-        raise EnvironmentTargetError(
-            f"{target} cannot be imported: {type(error).__name__}: {error}{''.join(at)}"
-        ) from error
+        what = f"{type(error).__name__}: {error}{''.join(at)}"
+        raise EnvironmentTargetError(f"{target} cannot be imported: {what}") from error
     if name:
         found = getattr(module, name, None)
         if not (isinstance(found, type) and issubclass(found, BaseEnv)):
             raise EnvironmentTargetError(f"{target}: {place} has no class {name} that derives from BaseEnv")
     else:
-        own = dict.fromkeys(
-            value
-            for value in vars(module).values()
-            if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
-        )
+        classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, BaseEnv)]
+        own = dict.fromkeys(cls for cls in classes if cls.__module__ == module.__name__)
         whole = [cls for cls in own if not inspect.isabstract(cls)] or list(own)
         if len(whole) != 1:
             names = ", ".join(cls.__name__ for cls in whole)

@@ -130,7 +130,8 @@ class PostingEnv(BaseEnv):
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise EnvironmentFailure(f"--env.rollout_server_url={url}: no address; give http://HOST:PORT")
         keys = [os.environ.get(API_KEY_VARIABLE), *(server.config.api_key for server in sglang_servers(self.server))]
-        secret = next((key for key in keys if key not in (None, "", "x", "none")), None)
+        secret = next((key for key in keys if key), None)
+        secret = None if secret in ("x", "none") else secret
         client = TrajectoryApiClient(url, secret, self.api_timeout, held=self.longest_wait)
         try:
             await (await client.__aenter__()).diagnose()
@@ -306,13 +307,11 @@ class PostingEnv(BaseEnv):
                     raise
                 return None
             if ticket is not None:
-                # else an evaluation has started meanwhile
-                return ticket if self.__has_room() else await api.release(ticket, "cancelled")
-            await deadline.pause(
-                f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here; if no "
-                "environment's do, look into the trainer's log",
-                0,
-            )
+                if self.__has_room():
+                    return ticket
+                return await api.release(ticket, "cancelled")  # an evaluation has started meanwhile
+            waiting = f"{self.report.name} waits for a ticket: {api.lacking}; {len(self.workers)} items run here"
+            await deadline.pause(f"{waiting}; if no environment's do, look into the trainer's log", 0)
         return None
 
     def __worker_ended(self, item: Any, place: Place, worker: asyncio.Task) -> None:

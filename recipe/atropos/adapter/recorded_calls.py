@@ -76,10 +76,8 @@ def sampling_params(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str
             unknown[name] = value
     stop = params.get("stop")
     if isinstance(stop, list) and any(isinstance(one, int) for one in stop):  # some environments pass token ids
-        params |= {
-            "stop": [one for one in stop if isinstance(one, str)],
-            "stop_token_ids": [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", []),
-        }
+        params["stop"] = [one for one in stop if isinstance(one, str)]
+        params["stop_token_ids"] = [one for one in stop if isinstance(one, int)] + params.get("stop_token_ids", [])
     return params, unknown
 
 
@@ -122,7 +120,8 @@ class Calls:
 
         async def request(n: int) -> list[SampledReply]:
             answers = await client.generate(input_ids=ids, sampling_params={**params, "n": n})
-            return [*filter(None, map(read_reply, answers if isinstance(answers, list) else [answers]))]
+            found = map(read_reply, answers if isinstance(answers, list) else [answers])
+            return [reply for reply in found if reply is not None]
 
         replies = await self._whole(request, params.get("n", 1), client.url, "/generate")
         for reply in replies:
@@ -167,11 +166,12 @@ class Calls:
         return await self._respond(True, server, text, {"max_new_tokens": None, **params}, arguments.get("timeout"))
 
     async def text(self, server: SGLangServer, plain: Callable, **kwargs: Any) -> TextCompletion:
-        prompt = kwargs["prompt"]
-        params, unknown = sampling_params({**kwargs, "prompt": None})
+        arguments = dict(kwargs)
+        prompt = arguments.pop("prompt")
+        params, unknown = sampling_params(arguments)
         if unknown or not isinstance(prompt, str):
             return await self._plain(server, plain, [*unknown, "prompt"][0], kwargs)
-        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, kwargs.get("timeout"))
+        return await self._respond(False, server, prompt, {"max_new_tokens": 16, **params}, arguments.get("timeout"))
 
     async def _respond(
         self, chat: bool, server: SGLangServer, text: str, params: dict[str, Any], timeout: float | None
@@ -218,12 +218,8 @@ def sglang_servers(manager: Any) -> list[SGLangServer]:
 def client_of(server: APIServerConfig, timeout: float | None = None) -> SGLangClient:
     """Return a client of the server; ``timeout`` of a call in s, None for the server's."""
     url = server.base_url.removesuffix("/").removesuffix("/v1")
-    return SGLangClient(
-        url,
-        server.api_key or None,
-        timeout or server.timeout,
-        own=server.api_key == os.environ.get(API_KEY_VARIABLE),
-    )
+    own = server.api_key == os.environ.get(API_KEY_VARIABLE)
+    return SGLangClient(url, server.api_key or None, timeout or server.timeout, own=own)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -343,7 +339,7 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the arguments into those for the chat template, as SGLang does, and the others."""
-    others = {**kwargs, **(kwargs.get("extra_body") or {}), "extra_body": None}
+    others = {**kwargs, **(kwargs.get("extra_body") or {})}
     reasoning, effort = others.pop("reasoning", None) or {}, others.pop("reasoning_effort", None)
     effort = effort or reasoning.get("effort")
     template = {}
@@ -351,6 +347,7 @@ def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[st
         template = dict.fromkeys(("thinking", "enable_thinking"), effort != "none")
     if effort:
         template["reasoning_effort"] = effort
+    others.pop("extra_body", None)
     return template | (others.pop("chat_template_kwargs", None) or {}), others
 
 
@@ -358,20 +355,15 @@ def openai_response(chat: bool, model: str, prompt_tokens: int, replies: Sequenc
     """Return a ChatCompletion, or a Completion, of replies: their text, number of tokens, and finish reason."""
     tokens = sum(size for _, size, _ in replies)
     said = [{"message": {"role": "assistant", "content": text}} if chat else {"text": text} for text, _, _ in replies]
-    return (ChatCompletion if chat else TextCompletion).model_validate(
-        {
-            "id": uuid.uuid4().hex,
-            "created": int(time.time()),
-            "model": model,
-            "object": "chat.completion" if chat else "text_completion",
-            "choices": [
-                {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
-                for index, (_, _, reason) in enumerate(replies)
-            ],
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": tokens,
-                "total_tokens": prompt_tokens + tokens,
-            },
-        }
-    )
+    answer = {
+        "id": uuid.uuid4().hex,
+        "created": int(time.time()),
+        "model": model,
+        "object": "chat.completion" if chat else "text_completion",
+        "choices": [
+            {"index": index, "finish_reason": reason, "logprobs": None, **said[index]}
+            for index, (_, _, reason) in enumerate(replies)
+        ],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens},
+    }
+    return (ChatCompletion if chat else TextCompletion).model_validate(answer)

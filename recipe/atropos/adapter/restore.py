@@ -141,11 +141,11 @@ def restore(
                 counts["retokenized"] += 1
         own = completion.logprobs.tolist()
         found = list(zip(flags, given or own, own, strict=False))  # a reply that was cut short has more logprobs
-        if any(
-            flag and isinstance(a, int | float) and -math.inf < a <= 0 and abs(a - b) > _OTHER for flag, a, b in found
-        ):
+        valid = [(a, b) for flag, a, b in found if flag and isinstance(a, int | float) and -math.inf < a <= 0]
+        if any(abs(a - b) > _OTHER for a, b in valid):
             counts["other_logprobs"] += 1
-        row.add(piece.tokens, flags, [value if flag else _NOT_SAMPLED for flag, _, value in found], columns)
+        logprobs_here = [value if flag else _NOT_SAMPLED for flag, _, value in found]
+        row.add(piece.tokens, flags, logprobs_here, columns)
     return row
 
 
@@ -178,7 +178,8 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
     rows, before = [], counts[Reason.PARTIAL_REPLY]
     for i, sequence in enumerate(group["tokens"]):
         values = {name: column for name in _PER_TOKEN if (column := _over(group, name, i)) is not None}
-        rows.append(restore(cache, sequence, group["masks"][i], _over(group, "inference_logprobs", i), values, counts))
+        logprobs = _over(group, "inference_logprobs", i)
+        rows.append(restore(cache, sequence, group["masks"][i], logprobs, values, counts))
     if not any(row.replies for row in rows):
         reason = Reason.PARTIAL_REPLY if counts[Reason.PARTIAL_REPLY] > before else Reason.NOT_SAMPLED
         raise RefusedGroup(
@@ -190,12 +191,10 @@ def restore_group(cache: CompletionCache, group: dict[str, Any], counts: Counter
         "tokens": [row.tokens for row in rows],
         "masks": [row.masks for row in rows],
         "inference_logprobs": [row.logprobs for row in rows],
-        **{
-            name: [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
-            for name in _PER_TOKEN
-            if group.get(name)
-        },
     }
+    for name in _PER_TOKEN:
+        if group.get(name):
+            group[name] = [row.values.get(name, group[name][i]) for i, row in enumerate(rows)]
     origin = {
         "policy_version_min": [row.versions[0] for row in rows],
         "policy_version_max": [row.versions[1] for row in rows],
@@ -218,7 +217,8 @@ async def collect_each(
     found: list[dict] = []
     backlog: list[Any] = []
     for _ in range(_ROUNDS):
-        for trajectory, more in await together(collect(item) for _ in range(group_size - len(found))):
+        missing = group_size - len(found)
+        for trajectory, more in await together(collect(item) for _ in range(missing)):
             backlog.extend(more)
             if isinstance(trajectory, dict):
                 found.append(trajectory)

@@ -51,9 +51,8 @@ class TeacherFixes:
         if isinstance(configs, list):  # the openai client rejects an empty key, upstream's default
             configs = [config.model_copy(update={"api_key": config.api_key or "x"}) for config in configs]
         first = configs[0] if isinstance(configs, list) else configs
-        self._validate_teacher_tokenizer_compatibility(
-            first.model_name if first.tokenizer_name in ("", "none") else first.tokenizer_name
-        )
+        name = first.tokenizer_name if first.tokenizer_name not in ("", "none") else first.model_name
+        self._validate_teacher_tokenizer_compatibility(name)
         self.teacher_server = ServerManager(configs, slurm=False, testing=False)
         for server in self.teacher_server.servers:
             if isinstance(server, SGLangServer):

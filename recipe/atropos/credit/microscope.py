@@ -33,6 +33,7 @@ from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantage
 
 RIGHT, _WRONG, STOP = range(3)
 RATES, UPDATES, HELD_OUT, EVERY = (0.03, 0.1, 0.3), 1000, 24, 4
+SHRINK = 2.0
 _OPTIONS: dict[str, tuple[Any, float, float, str]] = {  # default, the least and the most
     "steps": ([1, 4, 8], 1, 100, "right decisions that an episode needs"),
     "slack": ([1.0], 0, 100, "wrong decisions forgiven for each step"),
@@ -211,7 +212,7 @@ RULES = {
     "progress, lam 1": Rule(partial(advantages, lam=1.0)),
     "progress, mix 0.5": Rule(partial(advantages, lam=0.5, mix=0.5)),
     "turn tree": Rule(_outcomes(advantages), 0.5),
-    "turn tree, shrunk": Rule(_outcomes(partial(advantages, shrink=2.0)), 0.5),
+    "turn tree, shrunk": Rule(_outcomes(partial(advantages, shrink=SHRINK)), 0.5),
     "turn tree, progress": Rule(partial(advantages, lam=0.5), 0.5),
     "VinePPO": Rule(partial(advantages, lam=0.0), continued=4),  # arXiv 2410.01679, with this kit's baseline
 }
@@ -283,9 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     samples: dict[tuple[float, str], list[float]] = {}
     for slack, steps in itertools.product(options.slack, options.steps):
         rng, forgiven = np.random.default_rng(0), round(slack * steps)
-        items = [
-            Item(tuple(rng.integers(options.skills, size=steps).tolist()), options.skills, forgiven) for _ in range(100)
-        ]
+        needs = [tuple(rng.integers(options.skills, size=steps).tolist()) for _ in range(100)]
+        items = [Item(one, options.skills, forgiven) for one in needs]
         scope = Microscope(items, first_logits(items[0], options.solved), options.group_size)
         print(f"\n{steps} steps, {forgiven} wrong ones forgiven, {options.solved:.0%} solved at first\n")
         print(f"{'rule':<22}{'angle':>7}{'variance':>10}{'samples':>9}{'to 80%':>9}", flush=True)

@@ -222,9 +222,8 @@ def advantages(
 ) -> np.ndarray:
     """Return the advantages of a group's decisions, (D,), those of ``PAPERS`` for a ``method`` of these; ``mix`` is the
     share of outcome GRPO in them."""
-    credit = (
-        PAPERS[method](group, gamma, weight)
-        if method in PAPERS
-        else scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
-    )
+    if method in PAPERS:
+        credit = PAPERS[method](group, gamma, weight)
+    else:
+        credit = scaled(group, weights(group) * centered(group, returns(group, gamma, lam, shrink)))
     return (1 - mix) * credit + mix * outcome_advantages(group) if mix else credit

@@ -133,7 +133,8 @@ def demonstration(row: dict[str, str], rng: random.Random, recipe: CalculatorRec
 
     def call(expression: str) -> str:
         content = f"{OPEN}{expression}{CLOSE}"
-        chat.extend(({"role": "assistant", "content": content}, {"role": "tool", "content": answer(content)}))
+        chat.append({"role": "assistant", "content": content})
+        chat.append({"role": "tool", "content": answer(content)})
         return chat[-1]["content"]
 
     steps = re.findall(r"<<(\d+)([-+*])(\d+)=", row["answer"])

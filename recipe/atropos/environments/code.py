@@ -83,9 +83,8 @@ class CodeEnv(SingleTurnEnv):
     async def verdicts(self, problem: Problem, texts: list[str]) -> list[ProgramVerdict]:
         """Return the verdict of each answer, in order."""
         loop, sandbox = asyncio.get_running_loop(), self.sandbox
-        found = await asyncio.gather(
-            *(loop.run_in_executor(sandbox.executor, sandbox.check, job(problem, text)) for text in texts)
-        )
+        jobs = [job(problem, text) for text in texts]
+        found = await asyncio.gather(*(loop.run_in_executor(sandbox.executor, sandbox.check, one) for one in jobs))
         for verdict in found:
             self.report.count(f"answers/{verdict.why}")
         return found

@@ -127,7 +127,8 @@ def job(problem: Problem, text: str) -> Job:
     if program is None:
         program = problem["begun"] + blocks[0]
     elif problem["begun"]:
-        program = problem["begun"][: problem["begun"].rfind("\ndef ") + 1] + program  # without its last function
+        last = problem["begun"].rfind("\ndef ") + 1  # of its functions
+        program = problem["begun"][:last] + program
     return Job(program=program, names=problem["names"], setup=problem["setup"], tests=problem["tests"])
 
 
@@ -154,17 +155,9 @@ def load_problems(
         ConfigurationError: there is no such dataset, or a row is in neither format.
     """
     if dataset == SYNTHETIC:
-        return [
-            read_problem(row, f"{SYNTHETIC} row {i}", shown_tests)
-            for i, row in enumerate(generate(split, size or 4096, seed))
-        ]
-    fix = f"give a .jsonl or .parquet file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
-    path = Path(dataset).expanduser()
-    if path.is_file():
-        kind = "parquet" if path.suffix == ".parquet" else "json"
-        splits = load_dataset("dataset_name", kind, fix, data_files=str(path), shown=dataset)
-    else:
-        splits = load_dataset("dataset_name", str(path) if path.is_dir() else dataset, fix, config)
+        rows = list(generate(split, size or 4096, seed))
+        return [read_problem(row, f"{SYNTHETIC} row {i}", shown_tests) for i, row in enumerate(rows)]
+    splits = _load(dataset, config)
     if len(splits) > 1 and split not in splits:
         raise ConfigurationError(
             f"--env.dataset_name={dataset}: no split {split!r} beside {', '.join(splits)}; rename one to it"
@@ -172,13 +165,8 @@ def load_problems(
     name = split if split in splits else next(iter(splits))
     problems = [read_problem(row, f"{dataset} {name} row {i}", shown_tests) for i, row in enumerate(splits[name])]
     if broken := [problem["task"] for problem in problems if _unknown_names(problem)]:
-        logger.warning(
-            "%s %s: left out %d problems whose tests use names that neither code nor setup defines: %s",
-            dataset,
-            name,
-            len(broken),
-            ", ".join(broken[:20]),
-        )
+        what = "%s %s: left out %d problems whose tests use names that neither code nor setup defines: %s"
+        logger.warning(what, dataset, name, len(broken), ", ".join(broken[:20]))
         problems = [problem for problem in problems if not _unknown_names(problem)]
     if len(splits) == 1:
         total = len(problems)
@@ -189,6 +177,15 @@ def load_problems(
     if not problems:
         raise ConfigurationError(f"--env.dataset_name={dataset}: no problems for the split {split!r}; give more rows")
     return problems[:size]
+
+
+def _load(dataset: str, config: str | None) -> dict[str, Any]:
+    fix = f"give a .jsonl or .parquet file, a folder of such files, a name that the hub can resolve, or {SYNTHETIC!r}"
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        kind = "parquet" if path.suffix == ".parquet" else "json"
+        return load_dataset("dataset_name", kind, fix, data_files=str(path), shown=dataset)
+    return load_dataset("dataset_name", str(path) if path.is_dir() else dataset, fix, config)
 
 
 # ---------------------------------------------------------------------- generated problems

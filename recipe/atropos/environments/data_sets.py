@@ -19,9 +19,8 @@ def load_dataset(option: str, name: str, fix: str, *args: Any, shown: str | None
     try:
         return datasets.load_dataset(name, *args, **kwargs)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigurationError(
-            f"--env.{option}={shown or name}: cannot be loaded: {' '.join(str(error).split())}; {fix}"
-        ) from error
+        cause = " ".join(str(error).split())
+        raise ConfigurationError(f"--env.{option}={shown or name}: cannot be loaded: {cause}; {fix}") from error
 
 
 def read_jsonl(file: Path) -> Iterator[tuple[str, Any]]:

@@ -90,15 +90,14 @@ class ItemsEnv(BaseEnv):
             max_token_length=2048,
             wandb_name=cls.name,  # also the name that the environment registers with
         )
-        return env_config, [
-            APIServerConfig(
-                model_name=env_config.tokenizer_name,
-                base_url="http://localhost:9001/v1",
-                api_key="x",
-                server_type="sglang",
-                health_check=False,
-            )
-        ]
+        server = APIServerConfig(
+            model_name=env_config.tokenizer_name,
+            base_url="http://localhost:9001/v1",
+            api_key="x",
+            server_type="sglang",
+            health_check=False,
+        )
+        return env_config, [server]
 
     # ------------------------------------------------------------------ defined by subclasses
 
@@ -220,14 +219,11 @@ class ItemsEnv(BaseEnv):
 
         ``unfinished`` are the positions of the training problems in the backlog and in flight.
         """
+        own = {name: getattr(self, name) for name in ("position", "pool", "stage", "stage_scores")}
         begun = [*self.backlog, *(running["item"] for running in self.running_items.values())]
-        saved = {
-            **{name: getattr(self, name) for name in ("position", "pool", "stage", "stage_scores")},
-            "unfinished": [self._asked_at[key] for key in map(_digest, begun) if key in self._asked_at],
-            **(data or {}),
-        }
+        own["unfinished"] = [self._asked_at[key] for key in map(_digest, begun) if key in self._asked_at]
         self._checkpoints.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._checkpoints / f"step-{step}.json", json.dumps(saved).encode())
+        write_atomic(self._checkpoints / f"step-{step}.json", json.dumps({**own, **(data or {})}).encode())
 
     def load_checkpoint(self) -> None:
         """Continue from the newest checkpoint up to the current step: the trainer's may be between two of them."""

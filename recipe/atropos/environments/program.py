@@ -134,11 +134,8 @@ class SessionsEnv(ItemsEnv):
     async def _run(self, item: Item, sampling: dict[str, Any], over: float, **place: Any) -> dict[str, Any]:
         """Run a session; return its state, with a reward or the cause as ``end``: a limit that it reached for one."""
         config = self.config
-        limits = {
-            "turns": config.max_turns,
-            "tokens": config.max_tokens,
-            "context": min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0),
-        }
+        longest = min(n for n in (config.max_token_length, self.max_token_len - 1) if n > 0)
+        limits = {"turns": config.max_turns, "tokens": config.max_tokens, "context": longest}
         async with self._slots:
             limits["seconds"] = seconds = min(config.time_limit, max(over - time.monotonic(), _POLL))
             opened = await self._sessions.open(
@@ -215,11 +212,8 @@ class ProgramEnv(SessionsEnv):
                 named_function(target, f"--env.{name}")
         if config.items is None:
             raise ConfigurationError("--env.items is not set; give a .jsonl file, one item per line, or a data set")
-        return parted(
-            config,
-            _items("items", config.items, "train"),
-            config.held_out and _items("held_out", config.held_out, "test"),
-        )
+        train = _items("items", config.items, "train")
+        return parted(config, train, config.held_out and _items("held_out", config.held_out, "test"))
 
     async def play(self, item: Item, opened: Opened) -> Any:
         if self.config.agent:
@@ -273,7 +267,8 @@ class ProgramEnv(SessionsEnv):
             logger.warning("session %s: exit status %d: %s", opened.id, status, (output + errors)[-2000:])
             raise SessionFailed("exit_status")
         if self.config.score is not None:
-            return await awaited(await in_own_thread(named_function(self.config.score, "--env.score"), item, output))
+            scored = await in_own_thread(named_function(self.config.score, "--env.score"), item, output)
+            return await awaited(scored)
         return await asyncio.to_thread(lambda: next(filter(_holds_reward, reversed(output.split("\n"))), None))
 
 

@@ -76,9 +76,8 @@ class ReasoningEnv(SingleTurnEnv):
         self._held_out = {problem["question"] for problem in self.test}
         right = self.test[0]["answer"]
         if right is not None and score(self.train, f"<answer>{right}</answer>", self.test[0]) is None:
-            raise ValueError(
-                f"--env.task={self.config.task}: the task cannot score its own answer {right!r}; take another"
-            )
+            task = self.config.task
+            raise ValueError(f"--env.task={task}: the task cannot score its own answer {right!r}; take another")
 
     def order(self, epoch: int) -> Sequence[int]:
         """Return the indices unshuffled: generated problems come in no particular order."""

@@ -97,7 +97,9 @@ class SingleTurnEnv(ItemsEnv):
         ``more``: prompt tokens beyond the encoding of ``messages``.
         """
         prompt = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        limit = min(n for n in (self.config.max_token_length, self.max_token_len) if n > 0)
+        limit = self.config.max_token_length
+        if self.max_token_len > 0:
+            limit = min(limit, self.max_token_len)
         room = limit - 1 - len(self.tokenizer.encode(prompt)) - more
         return min(room, self.config.max_answer_tokens or room)
 
@@ -130,7 +132,8 @@ class SingleTurnEnv(ItemsEnv):
                 "skipped a problem whose prompt leaves no room for an answer: %.80s", messages[-1]["content"]
             )
             return None, []
-        return await self.group_of(item, await self.converse(item, self.config.group_size, "train")), []
+        conversations = await self.converse(item, self.config.group_size, "train")
+        return await self.group_of(item, conversations), []
 
     async def group_of(self, item: Problem, conversations: list[Conversation]) -> ScoredDataGroup:
         """Return the scored group of a problem's conversations; a subclass may tell more in its ``group_overrides``."""

@@ -136,12 +136,7 @@ def load_problems(
         return generate(split, size or 4096, seed, dataset)
     path = Path(dataset).expanduser()
     if looks_local(dataset) or dataset.endswith(".jsonl"):
-        candidates = [path] if path.is_file() else [path / f"{split}.jsonl", path / (config or "") / f"{split}.jsonl"]
-        if (file := next(filter(Path.is_file, candidates), None)) is None:
-            raise FileNotFoundError(
-                f"dataset {str(path)!r}: no {' or '.join(map(str, candidates))}; give a GSM8K .jsonl file or folder, a "
-                f"name on the hub, or one of {', '.join(GENERATED)}"
-            )
+        file = _local_file(path, split, config)
         local = [_checked(row, where) for where, row in read_jsonl(file)]
         if file == path:  # of both splits
             local = [row for row in local if split_of(row["question"]) == split]
@@ -154,6 +149,16 @@ def load_problems(
     )
     rows = load_dataset("dataset_name", dataset, fix, config, split=split if size is None else f"{split}[:{size}]")
     return [_checked(row, f"{dataset} row {i}") for i, row in enumerate(rows)]
+
+
+def _local_file(path: Path, split: str, config: str | None) -> Path:
+    candidates = [path] if path.is_file() else [path / f"{split}.jsonl", path / (config or "") / f"{split}.jsonl"]
+    if (found := next(filter(Path.is_file, candidates), None)) is None:
+        raise FileNotFoundError(
+            f"dataset {str(path)!r}: no {' or '.join(map(str, candidates))}; give a GSM8K .jsonl file or folder, a "
+            f"name on the hub, or one of {', '.join(GENERATED)}"
+        )
+    return found
 
 
 def _checked(row: dict, where: str) -> WordProblem:

@@ -28,7 +28,7 @@ from gem.utils.constants import TERMINAL_STATE
 from recipe.atropos.adapter.shaping import check_literals, check_no_advantages, judged
 from recipe.atropos.algorithm.reward_bridge import KEY, RewardBridge, RewardBridgeError, parse_bridge, read_bridge
 from recipe.atropos.errors import AtroposError
-from recipe.atropos.gem.outer_policy import ActionRequest, Episode
+from recipe.atropos.gem.outer_policy import ActionRequest, Episode, Messages
 from recipe.atropos.gem.stepped_env import (
     GRACE,
     SteppedEnvironment,
@@ -191,7 +191,8 @@ class AtroposEnv(gem.Env):
         """
         if self._ask is None:
             raise RuntimeError(f"{self._class.__name__} waits for no answer; call reset() to begin an episode")
-        cut = self._ask.answer(action, self._environment.base.tokenizer).finish_reason == "length"
+        answer = self._ask.answer(action, self._environment.base.tokenizer)
+        cut = answer.finish_reason == "length"
         made = self._episode.made
         event = self._next("an answer")
         if isinstance(event, ActionRequest):
@@ -200,11 +201,8 @@ class AtroposEnv(gem.Env):
         reward, info = score(event, made)
         if self._bridge is not None:
             reward, info = self._shaped(reward, info)
-        self._last = {
-            "reward": reward,
-            "truncated": cut,
-            **{key: info[key] for key in ("scores", "raw_scores", "dropped", "unscored")},
-        }
+        reported = ("scores", "raw_scores", "dropped", "unscored")
+        self._last = {"reward": reward, "truncated": cut} | {key: info[key] for key in reported}
         self._count(info["unscored"])
         return TERMINAL_STATE, reward, not cut, cut, info | {"cut": cut, "use_tool": False}
 
@@ -227,9 +225,8 @@ class AtroposEnv(gem.Env):
             return
         episode.close()
         if wait and not episode.wait(GRACE):
-            raise TimeoutError(
-                f"{self._class.__name__}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop"
-            )
+            name = self._class.__name__
+            raise TimeoutError(f"{name}: its rollout goes on {GRACE:g} s after it was canceled, or it blocks the loop")
 
     def spawn(self, same_state: bool = False, **kwargs: Any) -> "AtroposEnv":
         """Return another environment with the same arguments, except ``kwargs``."""
@@ -251,9 +248,8 @@ class AtroposEnv(gem.Env):
                 terms = [bridge.terms(*each) for each in judged(self._environment.base.tokenizer, group)]
             except TimeoutError as error:
                 return math.nan, info | {"scores": [], "unscored": str(error)}
-            scores += [
-                bridge.shaped(float(raw), each, step or 0) for raw, each in zip(group["scores"], terms, strict=True)
-            ]
+            pairs = zip(group["scores"], terms, strict=True)
+            scores += [bridge.shaped(float(raw), each, step or 0) for raw, each in pairs]
         return (sum(scores) / len(scores) if scores else reward), info | {"scores": scores}
 
     def _next(self, after: str) -> ActionRequest | Any:
@@ -279,10 +275,8 @@ class AtroposEnv(gem.Env):
             raise
 
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
-        self._ask, new = ask, ask.messages or []
-        answers = [i for i, message in enumerate(new) if message.get("role") == "assistant"]
-        if answers and ask.call > 0:  # else the policy has not answered yet
-            new = new[answers[-1] + 1 :]
+        new = _new_messages(ask)
+        self._ask = ask
         info = {
             "messages": ask.messages,
             "prompt": ask.prompt,
@@ -310,10 +304,18 @@ class AtroposEnv(gem.Env):
                 )
 
 
+def _new_messages(ask: ActionRequest) -> Messages:
+    """Return the messages after the last answer; all of them if the policy has not answered yet; [] without any."""
+    messages = ask.messages or []
+    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    return messages[answers[-1] + 1 :] if answers and ask.call > 0 else messages
+
+
 def _text(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
-    parts = [content] if isinstance(content, str) else [part.get("text", f"[{part.get('type')}]") for part in content]
-    return "\n".join(parts)
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
 
 
 def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
@@ -337,10 +339,5 @@ def score(returned: Any, made: list[dict[str, Any]]) -> tuple[float, dict[str, A
         raise ValueError(f"scores {scores}: they must be finite")
     unscored = None if scores else f"the environment made {returned!r:.80} and no scores"
     reward = sum(scores) / len(scores) if scores else math.nan
-    return reward, {
-        "scores": scores,
-        "raw_scores": scores,
-        "groups": groups,
-        "dropped": dropped,
-        "unscored": unscored,
-    }
+    info = {"scores": scores, "raw_scores": scores, "groups": groups, "dropped": dropped, "unscored": unscored}
+    return reward, info

@@ -75,9 +75,12 @@ def as_served(text: str, tokenizer: Any, max_tokens: int | None = None, stop: Se
     """Return what an inference server would return for the model output ``text``."""
     if tokenizer.eos_token:
         text = text.removesuffix(tokenizer.eos_token)
+    counted = text
     first = min((word for word in stop if word in text), key=lambda word: text.find(word) + len(word), default=None)
-    text, end, _ = (text, "", "") if first is None else text.partition(first)
-    token_ids = tokenizer.encode(text + end, add_special_tokens=False)
+    if first is not None:
+        text = text[: text.find(first)]
+        counted = text + first
+    token_ids = tokenizer.encode(counted, add_special_tokens=False)
     if first is None and tokenizer.eos_token_id is not None:
         token_ids.append(tokenizer.eos_token_id)
     if max_tokens is None or len(token_ids) <= max_tokens:
@@ -205,12 +208,8 @@ class OuterPolicyServer(APIServer):
     tokens_and_logprobs_completion = _tokens_and_logprobs_completion_wrapper
 
     def _response(self, chat: bool, prompt_ids: list[int], answers: Sequence[Answer]) -> Any:
-        return openai_response(
-            chat,
-            self.config.model_name,
-            len(prompt_ids),
-            [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers],
-        )
+        found = [(answer.text, len(answer.token_ids), answer.finish_reason) for answer in answers]
+        return openai_response(chat, self.config.model_name, len(prompt_ids), found)
 
     def _prompt(self, call: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Return text and ids, from whichever the call has; if it has both, the ids are those of the text.

@@ -9,6 +9,7 @@
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import threading
@@ -42,11 +43,8 @@ def stepped_class(target: str | type[BaseEnv]) -> type[BaseEnv]:
     """
     environment = load_environment(target) if isinstance(target, str) else target
     record_groups()
-    return type(
-        environment.__name__,
-        (adapt(environment),),
-        {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer},
-    )
+    body = {"__doc__": environment.__doc__, "__module__": environment.__module__, "server_cls": OuterPolicyServer}
+    return type(environment.__name__, (adapt(environment),), body)
 
 
 def configured(environment: type[BaseEnv], config: Mapping[str, Any]) -> BaseEnvConfig:
@@ -102,9 +100,8 @@ class SteppedEnvironment:
                 if setup.done():
                     raise
                 setup.cancel()
-                raise TimeoutError(
-                    f"{type(self.base).__name__}.setup() takes longer than {timeout:g} s; give a larger timeout"
-                ) from error
+                name = type(self.base).__name__
+                raise TimeoutError(f"{name}.setup() takes longer than {timeout:g} s; give a larger timeout") from error
             self._is_set_up = True
 
     def begin(self) -> Episode:
@@ -141,7 +138,7 @@ _threads: weakref.WeakValueDictionary[int, "_LoopThread"] = weakref.WeakValueDic
 
 def shared_environment(environment: type[BaseEnv], config: BaseEnvConfig) -> SteppedEnvironment:
     """Return the one environment of this class and configuration, which lives as long as it is referenced."""
-    key = (os.getpid(), environment, config.model_dump_json())
+    key = (os.getpid(), environment, json.dumps(config.model_dump(mode="json"), sort_keys=True))
     return _the_one(_shared, key, lambda: SteppedEnvironment(environment, config))
 
 

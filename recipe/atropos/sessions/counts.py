@@ -45,9 +45,8 @@ class Reports:
     def of(self, env: str) -> EnvReport:
         name = re.sub(r"[^\w-]", "_", env).encode()[:_NAME_BYTES].decode(errors="ignore") or "sessions"
         if name not in self._reports:
-            self._reports[name] = EnvReport(
-                name, self._files and self._files.environment_report(name, ELSEWHERE), ELSEWHERE
-            )
+            path = self._files and self._files.environment_report(name, ELSEWHERE)
+            self._reports[name] = EnvReport(name, path, ELSEWHERE)
             self._reports[name].add_line({"started": True})  # counts begin at 0
         return self._reports[name]
 

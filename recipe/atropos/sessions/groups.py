@@ -130,11 +130,9 @@ class Groups:
 
     async def _registered(self, request: GroupRequest) -> int:
         """Return the number of a group's environment, which the API registers once for this store."""
+        about = {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0}
         place = f"{socket.gethostname()}:{self._store.path.resolve()}:{request.env}"
-        answer = await self._api.register_env(
-            {"desired_name": request.env, "weight": 1.0, "group_size": request.size, "max_token_length": 0},
-            key=uuid.uuid5(uuid.NAMESPACE_URL, place).hex,
-        )
+        answer = await self._api.register_env(about, key=uuid.uuid5(uuid.NAMESPACE_URL, place).hex)
         if answer["status"] != "success":
             raise RequestError(f"the Trajectory API says {answer['status']!r}; ask again", 503)
         return answer["env_id"]
@@ -182,11 +180,7 @@ class Groups:
         trouble = None
         for group in list(self._groups.values()):
             try:
-                sessions = [self._load(identifier) for identifier in group.sessions]
-                for session in sessions:
-                    session.settle(self._reports)
-                if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
-                    await self._post(group, sessions)
+                await self._poll(group)
             except (TrajectoryApiError, sqlite3.Error, OSError) as error:
                 trouble = error
             except Exception as error:  # this group alone cannot be read, or be given credit
@@ -196,6 +190,13 @@ class Groups:
             await self._api.status(env_id)  # it is alive, so it keeps its tickets
         if trouble is not None:
             raise trouble
+
+    async def _poll(self, group: SessionGroup) -> None:
+        sessions = [self._load(identifier) for identifier in group.sessions]
+        for session in sessions:
+            session.settle(self._reports)
+        if all((one.state.finished or one.is_late) and self.ended(one) is None for one in sessions):
+            await self._post(group, sessions)
 
     async def _post(self, group: SessionGroup, sessions: list[Session]) -> None:
         kept = [session for session in sessions if session.state.reward is not None and session.tree.turns]

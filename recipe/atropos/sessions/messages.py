@@ -139,10 +139,11 @@ def alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def _said(message: Message) -> tuple[str, str, list[tuple[str, Any]]]:
+    calls = [call["function"] for call in message.get("tool_calls", ())]
     return (
         message["role"],
         message["content"].strip(),
-        [(call["function"]["name"], _parsed(call["function"]["arguments"])) for call in message.get("tool_calls", ())],
+        [(call["name"], _parsed(call["arguments"])) for call in calls],
     )
 
 

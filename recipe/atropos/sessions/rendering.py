@@ -121,18 +121,14 @@ class Rendering:
         if asked.call is None:
             return []
         user, given = {"role": "user", "content": "call"}, (asked.tools, asked.template)
-        replies = [
-            {"role": "assistant", "content": "", "tool_calls": [tool_call(_ID, name, arguments, "calls")]}
-            for name, arguments in ((asked.call or "a", "{}"), (asked.call or "Z", '{"a": 1}'))
-        ]
+        calls = [(asked.call or "a", "{}"), (asked.call or "Z", '{"a": 1}')]
+        replies = [{"role": "assistant", "content": "", "tool_calls": [tool_call(_ID, *one, "calls")]} for one in calls]
         written = [self.prompt([user, each], *given, reply=False) for each in replies]
         start, common = self.prompt([user], *given), list(os.path.commonprefix(written))
         text = self.tokenizer.decode(common[len(start) :])
         if common[: len(start)] != start or not text or asked.call not in text or _ID in text:
-            raise RequestError(
-                f"tool_choice={asked.body['tool_choice']!r:.80}: this chat format begins no reply with a call; "
-                "give auto"
-            )
+            choice = asked.body["tool_choice"]
+            raise RequestError(f"tool_choice={choice!r:.80}: this chat format begins no reply with a call; give auto")
         return common[len(start) :]
 
     def bridged(
@@ -195,7 +191,8 @@ class Rendering:
         calls, content = [], found.content or ""
         for call in found.tool_calls:
             arguments = read_object(call.arguments)
-            if tools and call.status in _READ and arguments is not None and isinstance(call.name, str) and call.name:
+            known = tools and call.status in _READ and arguments is not None
+            if known and isinstance(call.name, str) and call.name:
                 calls.append((call.name, msgspec.json.encode(arguments).decode()))
             else:
                 content += call.raw

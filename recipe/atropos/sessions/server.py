@@ -102,23 +102,16 @@ class SessionServer:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=_BODY_BYTES, middlewares=[self._errors])
-        app.add_routes(
-            [
-                web.get("/health", self.health),
-                web.post("/sessions", self._of_environments(self.open)),
-                web.post("/groups", self._of_environments(self.open_group)),
-                web.get("/sessions/{id}/rows", self._of_environments(self.rows)),
-                web.post("/sessions/{id}/reward", self._of_environments(self.reward)),
-            ]
-        )
+        app.router.add_get("/health", self.health)
+        app.router.add_post("/sessions", self._of_environments(self.open))
+        app.router.add_post("/groups", self._of_environments(self.open_group))
+        app.router.add_get("/sessions/{id}/rows", self._of_environments(self.rows))
+        app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
         for start in ("", "/sessions/{id}"):
-            app.add_routes(
-                [
-                    web.get(f"{start}/v1/models", self.models),
-                    web.post(start + anthropic.COUNT_PATH, self.count_tokens),
-                    *(web.post(start + dialect.PATH, partial(self.answer, dialect)) for dialect in DIALECTS),
-                ]
-            )
+            app.router.add_get(f"{start}/v1/models", self.models)
+            app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
+            for dialect in DIALECTS:
+                app.router.add_post(start + dialect.PATH, partial(self.answer, dialect))
         app.cleanup_ctx.append(self._run)
         return app
 
@@ -387,15 +380,10 @@ def main(argv: list[str] | None = None) -> None:
     rendering = Rendering(
         AutoTokenizer.from_pretrained(options.tokenizer), options.renderer, options.tool_parser, options.thinking
     )
+    client = SGLangClient(options.gateway, key, options.timeout)
+    api = TrajectoryApiClient(options.api, key)
     server = SessionServer(
-        SessionStore(options.data),
-        rendering,
-        SGLangClient(options.gateway, key, options.timeout),
-        key,
-        options.model,
-        TrajectoryApiClient(options.api, key),
-        options.credit,
-        Reports(options.run_dir),
+        SessionStore(options.data), rendering, client, key, options.model, api, options.credit, Reports(options.run_dir)
     )
     serve(server.app(), options.host, options.port, logger)
 

@@ -193,17 +193,17 @@ class Session:
 
     def check(self) -> None:
         """Raise RequestError if the session has ended, or reaches a limit now, which ends it."""
-        limits, in_flight = self.state.limits, sum(one.samples for known in self.exchanges.values() for one in known)
-        used = {
-            "tokens": self.sampled,
-            "turns": len(self.tree.turns) + in_flight,
-            "seconds": time.time() - self.state.created,
-        }
-        reached = [name for name, n in used.items() if (most := getattr(limits, name)) is not None and n >= most]
-        if self.state.end is None and reached:
-            self.finish(reached[0])
+        limits = self.state.limits
+        in_flight = sum(one.samples for known in self.exchanges.values() for one in known)
+        if self.state.end is None:
+            if limits.tokens is not None and self.sampled >= limits.tokens:
+                self.finish("tokens")
+            elif limits.turns is not None and len(self.tree.turns) + in_flight >= limits.turns:
+                self.finish("turns")
+            elif self.is_late:
+                self.finish("seconds")
         if (end := self.state.end) is not None:
-            limit = getattr(limits, end) if end in used else None  # a program may say so too
+            limit = getattr(limits, end) if end in ("turns", "tokens", "seconds") else None  # a program may say so too
             why = f"ended ({end})" if limit is None else f"reached its limit of {limit:g} {end}"
             raise RequestError(f"the session has {why}", 403)
 
@@ -322,10 +322,7 @@ class Session:
             "inference_logprobs": [leaf.logprobs.tolist() for leaf in leaves],
             "policy_version_min": [leaf.versions[0] for leaf in leaves],
             "policy_version_max": [leaf.versions[1] for leaf in leaves],
-            "sampling_params": [
-                [params.to_mapping() for params in dict.fromkeys(turn.sampling for turn in leaf.turns)]
-                for leaf in leaves
-            ],
+            "sampling_params": [[params.to_mapping() for params in leaf.sampling] for leaf in leaves],
             "turn_numbers": [[turn.number for turn in leaf.spans] for leaf in leaves],
             "turn_values": [values and [values[turn.number] for turn in leaf.spans] for leaf in leaves],
         }
@@ -402,10 +399,8 @@ class Session:
         left = None if limits.tokens is None else limits.tokens - self.sampled - self.reserved
         after = None if limits.context is None else limits.context - prompt
         if after is not None and after <= 0:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}",
-                code="context_length_exceeded",
-            )
+            message = f"the prompt has {prompt} tokens; the context, reply included, may have {limits.context}"
+            raise RequestError(message, code="context_length_exceeded")
         room = [size for size in (params["max_new_tokens"], left, after) if size is not None]
         params["max_new_tokens"] = min(room, default=None)
         return {**params, **SamplingParams.from_request(params).request()}
@@ -445,23 +440,22 @@ class Session:
         )
 
     def _add(self, record: Record, number: int) -> None:
-        self.tree.add(
-            Turn(
-                number=number,
-                reply=record.reply.id,
-                parent=None if record.parent is None else self.tree.turns[record.parent],
-                added=np.frombuffer(record.added, np.int32),
-                tokens=as_ids(record.reply.tokens),
-                logprobs=np.array(record.reply.logprobs),
-                versions=record.versions,
-                sampling=record.sampling,
-                messages=[*record.messages, record.reply.message()],
-                basis=record.basis,
-                text=record.text,
-                cause=record.cause,
-                tools=record.tools,
-            )
+        turn = Turn(
+            number=number,
+            reply=record.reply.id,
+            parent=None if record.parent is None else self.tree.turns[record.parent],
+            added=np.frombuffer(record.added, np.int32),
+            tokens=as_ids(record.reply.tokens),
+            logprobs=np.array(record.reply.logprobs),
+            versions=record.versions,
+            sampling=record.sampling,
+            messages=[*record.messages, record.reply.message()],
+            basis=record.basis,
+            text=record.text,
+            cause=record.cause,
+            tools=record.tools,
         )
+        self.tree.add(turn)
 
 
 _decode = msgspec.msgpack.Decoder(Record).decode

@@ -39,7 +39,8 @@ class SessionStore:
         self.path = path
         # without a log nobody has it open, and its folder may be one that cannot be written
         mode = "?mode=ro" if path.with_name(f"{path.name}-wal").exists() else "?immutable=1"
-        self._database = sqlite3.connect(path.absolute().as_uri() + mode * read_only, uri=True, isolation_level=None)
+        uri = path.absolute().as_uri() + mode * read_only
+        self._database = sqlite3.connect(uri, uri=True, isolation_level=None)
         if not read_only:
             self._database.executescript(_TABLES)
             columns = [name for _, name, *_ in self._database.execute("PRAGMA table_info(sessions)")]

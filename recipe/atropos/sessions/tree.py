@@ -109,13 +109,20 @@ class Leaf:
     def versions(self) -> tuple[int | None, int | None]:
         """The oldest and the newest weight version among the trained tokens; None if one of them is unknown."""
         known = [turn.versions for turn in self.turns]
-        return (None, None) if None in known else (min(v[0] for v in known), max(v[1] for v in known))
+        if None in known:
+            return None, None
+        return min(oldest for oldest, _ in known), max(newest for _, newest in known)
 
     @property
     def spans(self) -> list[Turn]:
         """The last turn of each run of trained tokens; where nothing was added, a turn goes on with the one before."""
         goes_on = [len(turn.added) == 0 for turn in self.turns[1:]]
         return [turn for turn, more in zip(self.turns, [*goes_on, False], strict=True) if not more]
+
+    @property
+    def sampling(self) -> list[SamplingParams]:
+        """The distinct parameters that the trained tokens were sampled with."""
+        return list(dict.fromkeys(turn.sampling for turn in self.turns))
 
 
 class Tree:
@@ -140,11 +147,8 @@ class Tree:
 
     def continued_text(self, text: str) -> Turn | None:
         """Return the turn with the longest prompt and reply that ``text`` begins with."""
-        return max(
-            (turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)),
-            key=lambda turn: (len(turn.text or ""), turn.number),
-            default=None,
-        )
+        found = [turn for turn in self.turns if turn.text is not None and text.startswith(turn.text)]
+        return max(found, key=lambda turn: (len(turn.text or ""), turn.number), default=None)
 
     def continued_ids(self, ids: np.ndarray) -> tuple[Turn | None, int]:
         """Return the deepest turn whose path ``ids``, (length,) int32, begin with, and the path's length."""
@@ -158,11 +162,8 @@ class Tree:
 
     def begun(self, ids: np.ndarray) -> bool:
         """Return whether ``ids``, (length,) int32, go on after the first prompt of a history."""
-        return any(
-            len(turn.added) < len(ids) and np.array_equal(ids[: len(turn.added)], turn.added)
-            for turn in self.turns
-            if turn.parent is None
-        )
+        first = [turn.added for turn in self.turns if turn.parent is None]
+        return any(len(each) < len(ids) and np.array_equal(ids[: len(each)], each) for each in first)
 
     def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
         """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
@@ -203,7 +204,8 @@ class Tree:
 
         histories = (turn.history() for turn in self.turns if turn.basis is not None)
         best = max(histories, key=lambda history: (shared(history), len(history)), default=[])
-        common, replies = shared(best), any(each["role"] == "assistant" for each in messages)
+        common = shared(best)
+        replies = any(each["role"] == "assistant" for each in messages)
         own = not replies and all(each["role"] == "system" for each in best[:common])
         if not best or own or len(best) > common == len(messages):
             return None

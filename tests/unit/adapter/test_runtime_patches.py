@@ -68,12 +68,12 @@ def test_patch_of_load_dataset_is_needed():
     assert 'load_dataset("gsm8k", "main"' in file.read_text()
 
 
-@pytest.mark.parametrize("task", ["spiral_matrix", "puzzle24"])
-def test_patch_of_reasoning_gyms_scorers_is_needed(task):
+def test_patch_of_reasoning_gyms_scorers_is_needed():
     """They run the policy's text: by ``eval``, and by sympy's ``parse_expr``."""
-    code = f"""
+    code = """
 import reasoning_gym
-task = reasoning_gym.create_dataset({task!r}, size=1, seed=0)
-task.score_answer("[print('run')]", task[0])
+for name in ("spiral_matrix", "puzzle24"):
+    task = reasoning_gym.create_dataset(name, size=1, seed=0)
+    task.score_answer(f"[print({name!r})]", task[0])
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "run\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "spiral_matrix\npuzzle24\n"

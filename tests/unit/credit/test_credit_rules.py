@@ -268,11 +268,11 @@ def test_microscope_gradient_is_that_of_its_success():
 
 
 def test_microscope_turn_tree_is_unbiased():
-    """Where a branch was chosen among the turns that happened, long episodes would count too much: 10 deviations."""
+    """Where a branch was chosen among the turns that happened, long episodes would count too much: 7 deviations."""
     item = Item((0,), skills=1, slack=1)
     policy = softmax(first_logits(item, 0.3) + np.random.default_rng(0).normal(size=(2, 3)))
     rng, found = np.random.default_rng(1), []
-    for _ in range(8000):
+    for _ in range(4000):
         tree = sample(item, policy, rng, 8, 2)
         group = replace(tree.group, values=None)
         found.append(tree.gradient(policy, weights(group) * returns(group)).ravel())

@@ -3,6 +3,7 @@
 import random
 import unicodedata
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipe.atropos.demo import small_policy
 from recipe.atropos.demo.policies import STEPS, TerseRecipe
 from recipe.atropos.demo.small_policy import Recipe, _tokenize, ensure_small_policy, make_small_policy
 
-QUICK = Recipe(steps=3, problems=200, batch_size=8)
+QUICK = Recipe(steps=2, problems=100, batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +61,18 @@ def test_the_model_is_small_and_loads_as_any_other(folder, tokenizer):
     assert text == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_cached_policy_is_used_again(tmp_path):
+def test_the_cached_policy_is_used_again(tmp_path, monkeypatch):
+    made = []
+
+    def make(folder, *of):
+        made.append(of)
+        folder.mkdir(exist_ok=True)
+
+    monkeypatch.setattr(small_policy, "make_small_policy", make)
     path = ensure_small_policy(tmp_path, seed=3, recipe=QUICK)
-    before = path.stat().st_mtime_ns
-    assert ensure_small_policy(tmp_path, seed=3, recipe=QUICK) == path and path.stat().st_mtime_ns == before
+    assert ensure_small_policy(tmp_path, seed=3, recipe=QUICK) == path and made == [(3, QUICK)]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "nothing half-made stays"
-    assert ensure_small_policy(tmp_path, seed=3, recipe=Recipe(steps=2, problems=200, batch_size=8)) != path
+    assert ensure_small_policy(tmp_path, seed=3, recipe=replace(QUICK, steps=3)) != path and len(made) == 2
 
 
 def test_terse_policy_is_taught_each_step_equally_seldom(tokenizer):

@@ -172,7 +172,7 @@ def test_sandbox_hostile_answer_fails_and_leaves_nothing(sandbox, name):
 
 
 def test_code_environment_endless_answers_time_out(sandbox):
-    limits, started = SandboxLimits(cpu_seconds=1, wall_seconds=2.5), time.monotonic()
+    limits, started = SandboxLimits(cpu_seconds=1, wall_seconds=1.5), time.monotonic()
     with closing(Sandbox(limits, workers=len(ENDLESS))) as several, ThreadPoolExecutor(len(ENDLESS)) as pool:
         found = dict(zip(ENDLESS, pool.map(lambda program: checked(several, program), ENDLESS.values()), strict=True))
     assert {verdict[1] for verdict in found.values()} <= {"timeout", "ended"} and len(found) == 6

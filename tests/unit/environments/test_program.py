@@ -136,13 +136,13 @@ def test_program_function_may_raise_what_it_likes(tmp_path, monkeypatch, error):
 
 
 def scores_slowly(item, output):
-    time.sleep(1.5)
+    time.sleep(0.6)
     return 1.0
 
 
 def test_program_score_holds_up_nothing(tmp_path, monkeypatch):
     """It is a plain function; where it takes longer than its session may, that has no reward."""
-    found = counted(tmp_path, monkeypatch, {}, [], command="true", score=f"{__name__}:scores_slowly", time_limit=1.0)
+    found = counted(tmp_path, monkeypatch, {}, [], command="true", score=f"{__name__}:scores_slowly", time_limit=0.4)
     assert found["failed/seconds"] == 4
 
 

@@ -1,5 +1,7 @@
 """One session server for the tests of a module, over a scripted policy that each test finds as new."""
 
+import time
+
 import pytest
 
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
@@ -17,6 +19,14 @@ def sessions(served):
     served.policy.script.clear()
     served.policy.delay = 0.0
     return served
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """``later(seconds)``: so much time passes at once, for the clock that sessions go by."""
+    now, passed = time.time, []
+    monkeypatch.setattr(time, "time", lambda: now() + sum(passed))
+    return passed.append
 
 
 @pytest.fixture

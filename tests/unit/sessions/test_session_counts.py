@@ -15,18 +15,18 @@ from recipe.atropos.watchdog.rules.environments import agent_finding
 
 
 def ended(sessions, opened, **result):
-    status, answer = sessions.call("POST", f"/sessions/{opened['id']}/reward", result)
+    status, answer = sessions.reward(opened, **result)
     assert status == 200
     return answer
 
 
-def test_sessions_from_elsewhere_are_counted_once(tmp_path):
+def test_sessions_from_elsewhere_are_counted_once(tmp_path, later):
     """Also over a restart of the server, and when a reward is given again; those that their environment counts never
     are."""
     with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 9)) as sessions:
         whole, failed, silent, late, own = (
             sessions.open(env="my/env", **fields)
-            for fields in ({}, {}, {}, {"limits": {"seconds": 0.5}}, {"counted": True})
+            for fields in ({}, {}, {}, {"limits": {"seconds": 60.0}}, {"counted": True})
         )
         for opened in (whole, failed, own):
             sessions.ask(opened)
@@ -42,6 +42,7 @@ def test_sessions_from_elsewhere_are_counted_once(tmp_path):
         ended(sessions, failed, end="crashed")
         ended(sessions, silent, reward=1.0)
         ended(sessions, own, reward=1.0)
+        later(61)
         until(lambda: sessions.state(late)["end"] == "seconds")
         expected = {
             "ended": 4, "turns": 3, "sampled": 6, "retries": 1, "forks/message_edited": 1,
@@ -56,19 +57,20 @@ def test_sessions_from_elsewhere_are_counted_once(tmp_path):
     assert row[:6] == ["my_env", 4, "crashed 1, no_turn 1, seconds 1", 0, "message_edited 1", 1]
 
 
-def test_sessions_that_nobody_asks_for_are_counted(tmp_path, monkeypatch):
+def test_sessions_that_nobody_asks_for_are_counted(tmp_path, monkeypatch, later):
     """Those that left memory, and those whose time is over while the server is away."""
     monkeypatch.setattr("recipe.atropos.sessions.server._IN_MEMORY", 1)
     with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"])) as sessions:
-        asked, _ = (sessions.open(env="a", limits={"seconds": 2.0}) for _ in range(2))
+        asked, _ = (sessions.open(env="a", limits={"seconds": 60.0}) for _ in range(2))
         sessions.ask(asked)
+        later(61)
         stored = SessionStore(sessions.server.store.path, read_only=True)
         until(lambda: b'"end":"seconds"' in stored.session(asked["id"]))
         stored.close()
-        sessions.open(env="a", limits={"seconds": 0.5})
-        abandoned = sessions.open(env="a", limits={"seconds": 0.5}, counted=True)  # of an environment that was killed
+        sessions.open(env="a", limits={"seconds": 60.0})
+        abandoned = sessions.open(env="a", limits={"seconds": 60.0}, counted=True)  # of an environment that was killed
         sessions.stop()
-        time.sleep(0.6)
+        later(61)
         sessions.start()
         until(lambda: sessions.counts("a") == {"ended": 3, "turns": 1, "sampled": 2, "failed/seconds": 3})
         assert sessions.state(abandoned)["end"] == "seconds"
@@ -87,15 +89,16 @@ def test_sessions_of_an_older_database_go_on(tmp_path):
         assert ended(sessions, opened, reward=1.0)["turns"] == 1
 
 
-def test_sessions_that_cannot_be_stored_are_counted_later(tmp_path, caplog):
+def test_sessions_that_cannot_be_stored_are_counted_later(tmp_path, caplog, later):
     """As while the disk is full."""
     with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer())) as sessions:
         path = sessions.server.store.path
-        late = sessions.open(env="a", limits={"seconds": 2.0})
+        late = sessions.open(env="a", limits={"seconds": 60.0})
         with sqlite3.connect(path) as database:
             database.execute(
                 "CREATE TRIGGER full BEFORE UPDATE OF state ON sessions BEGIN SELECT RAISE(FAIL, 'disk is full'); END"
             )
+        later(61)
         until(lambda: "sessions and groups that have ended wait: disk is full" in caplog.text)
         with sqlite3.connect(path) as database:
             database.execute("DROP TRIGGER full")
@@ -118,19 +121,20 @@ def test_sessions_of_a_long_name_are_counted_with_their_metrics(tmp_path):
         assert means == {"turns": 1.0, "sessions/metrics/steps": 3.0}
 
 
-def test_sessions_that_are_damaged_hold_up_no_count(tmp_path, caplog):
+def test_sessions_that_are_damaged_hold_up_no_count(tmp_path, caplog, later):
     """Nor one that stays due; they are told once."""
     with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 2)) as sessions:
-        damaged, endless, late = (sessions.open(env="a", limits={"seconds": seconds}) for seconds in (3.0, None, 3.5))
+        damaged, endless, late = (sessions.open(env="a", limits={"seconds": seconds}) for seconds in (60, None, 61))
         sessions.ask(damaged)
         sessions.stop()
         with sqlite3.connect(sessions.server.store.path) as database:
             database.execute("UPDATE turns SET record = x'00'")
             database.execute("UPDATE sessions SET due = 1 WHERE id = ?", (endless["id"],))
+        later(62)
         sessions.start()
         stored = SessionStore(sessions.server.store.path, read_only=True)
         until(lambda: b'"counted":true' in stored.session(late["id"]))
-        time.sleep(2.5)
+        time.sleep(0.2)  # several polls
         assert caplog.text.count("is not what was stored") == 1
         assert stored.due(time.time()) == [endless["id"]]
         stored.close()
@@ -149,7 +153,7 @@ def test_sessions_are_kept_while_they_run(tmp_path, monkeypatch):
                 sessions.open()
             sessions.stop()
             sessions.start()
-            return [sessions.call("GET", f"/sessions/{one['id']}/rows")[0] for one in (runs, whole, endless)]
+            return [sessions.rows(one)[0] for one in (runs, whole, endless)]
 
         sessions.ask(runs)
         ended(sessions, whole, reward=1.0)
@@ -177,16 +181,16 @@ def test_sessions_from_elsewhere_raise_the_alarms_of_agents(tmp_path):
             time.sleep(0.01)
 
 
-def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path):
+def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path, later):
     """It has that one if its time is over, or its program gives no other."""
     with Sessions(tmp_path, ScriptedPolicy(chat_tokenizer(), script=["19"] * 9)) as sessions:
-        whole, late = sessions.open(env="a"), sessions.open(env="a", limits={"seconds": 1.0})
+        whole, late = sessions.open(env="a"), sessions.open(env="a", limits={"seconds": 60.0})
         for opened in (whole, late):
             sessions.ask(opened)
             assert ended(sessions, opened, reward=0.25, metrics={"tests": 3.0}, finished=False)["end"] is None
         assert sessions.ask(whole, messages=[{"role": "user", "content": "more"}])[0] == 200
         for wrong in ({"end": "crashed"}, {"reward": 1.0, "turn_values": [1.0, 1.0]}, {}):
-            status, answer = sessions.call("POST", f"/sessions/{whole['id']}/reward", wrong | {"finished": False})
+            status, answer = sessions.reward(whole, **wrong, finished=False)
             assert status == 400 and "finished" in answer["error"]["message"]
         answer = ended(sessions, whole, reward=1.0)
         assert (answer["end"], answer["reward"], answer["turns"]) == ("reward", 1.0, 2)
@@ -199,6 +203,7 @@ def test_session_goes_on_after_a_reward_that_is_not_its_last(tmp_path):
         assert ended(sessions, limited, reward=0.5, finished=False)["reward"] == 0.5, "also after a limit"
         answer = ended(sessions, limited, end="crashed")
         assert (answer["end"], answer["reward"], answer["finished"]) == ("turns", 0.5, True)
+        later(61)
         until(lambda: sessions.state(late)["end"] == "seconds")
         assert sessions.state(late)["reward"] == 0.25
         assert "failed/seconds" not in sessions.counts("a")

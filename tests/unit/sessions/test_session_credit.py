@@ -136,16 +136,15 @@ def test_session_of_one_turn_is_rewarded_once_by_mt_grpo():
 
 
 def test_session_turn_values_have_one_for_each_turn(sessions):
-    opened, body = sessions.open(), {"messages": [{"role": "user", "content": "sum"}]}
-    path = f"/sessions/{opened['id']}/reward"
-    sessions.call("POST", "/v1/chat/completions", body, opened["api_key"])
+    opened = sessions.open()
+    sessions.ask(opened)
     for values in ([], [0.5, 0.5]):
-        status, answer = sessions.call("POST", path, {"reward": 1.0, "turn_values": values})
+        status, answer = sessions.reward(opened, reward=1.0, turn_values=values)
         message = f"turn_values has {len(values)} values; give 1, one for each turn of the session"
         assert (status, answer["error"]["message"]) == (400, message)
     assert sessions.state(opened)["end"] is None
-    assert sessions.call("POST", path, {"reward": 1.0, "turn_values": [0.5]})[0] == 200
-    assert sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["turn_values"] == [[0.5]]
+    assert sessions.reward(opened, reward=1.0, turn_values=[0.5])[0] == 200
+    assert sessions.rows(opened)[1]["turn_values"] == [[0.5]]
 
 
 @pytest.mark.parametrize(("lost", "given", "expected"), [(1, [0.1, 0.3], [0.1, 0.1, 0.3]), (0, [0.2], [0.2, 0.2])])
@@ -164,7 +163,7 @@ def test_session_turn_values_are_of_replies_that_were_read(sessions, lost, given
             connection.close()
             until(lambda opened=opened, number=number: len(sessions.session(opened).tree.turns) > number)
             sessions.policy.delay = 0.0
-        answer = sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0, "turn_values": values})
+        answer = sessions.reward(opened, reward=1.0, turn_values=values)
         assert answer[0] == 200 and answer[1]["turn_values"] == expected
 
 
@@ -175,6 +174,6 @@ def test_session_turns_without_a_token_between_have_one_value(sessions):
         body = {"token_ids": ids + more, "sampling_params": {"max_tokens": 9}}
         answer = sessions.call("POST", "/inference/v1/generate", body, opened["api_key"])[1]
         ids += [*more, *answer["choices"][0]["token_ids"]]
-    sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0, "turn_values": [0.1, 0.2, 0.3]})
-    rows = sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]
+    sessions.reward(opened, reward=1.0, turn_values=[0.1, 0.2, 0.3])
+    rows = sessions.rows(opened)[1]
     assert rows["tokens"] == [ids] and rows["turn_values"] == [[0.2, 0.3]] and rows["turn_numbers"] == [[1, 2]]

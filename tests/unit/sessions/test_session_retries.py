@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from helpers.sessions import SUM
+from helpers.waiting import until
 from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.sessions.server import SessionServer
 
@@ -32,11 +33,12 @@ def test_session_retries_get_the_recorded_reply(sessions, opened):
 @pytest.mark.parametrize("waits", [False, True])
 def test_session_client_that_leaves_and_comes_again(sessions, opened, stream, waits):
     """While its reply is sampled, or after; the reply is sampled once and trained once."""
-    sessions.policy.delay = 0.5
+    sessions.policy.delay = 0.3
     connection = sessions.begin(opened, stream=stream)
-    time.sleep(0.2)
+    [[exchange]] = until(lambda: list(sessions.session(opened).exchanges.values()))
     connection.close()
-    time.sleep(0.1 if waits else 0.6)
+    until(lambda: not exchange.open)
+    until(lambda: waits or exchange.number is not None)
     answer = sessions.begin(opened, stream=stream).getresponse()
     assert answer.status == 200 and answer.read()
     assert len(sessions.policy.sampled) == 1 and sessions.session(opened).summary()["retries"] == 1
@@ -46,11 +48,11 @@ def test_session_retries_get_the_reply_that_was_lost(sessions, opened):
     """Not that of an equal request on another connection, which is another turn."""
     sessions.policy.delay = 0.3
     lost = sessions.begin(opened)
-    time.sleep(0.1)
+    [known] = until(lambda: list(sessions.session(opened).exchanges.values()))
     other = sessions.begin(opened)
-    time.sleep(0.1)
+    until(lambda: len(known) == 2)
     lost.close()
-    time.sleep(0.1)
+    until(lambda: not known[0].open)
     retried = sessions.ask(opened, retry=1)
     assert json.loads(other.getresponse().read())["id"] != retried[1]["id"]
     assert len(sessions.policy.sampled) == 2
@@ -120,6 +122,6 @@ def test_session_server_that_starts_again_goes_on(sessions):
     with pytest.raises(openai.PermissionDeniedError, match="its limit of 3 turns"):
         client.chat.completions.create(model="policy", messages=messages)
     sessions.check(opened)
-    rows = sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]
+    rows = sessions.rows(opened)[1]
     assert len(rows["tokens"]) == 1 and rows["sampling_params"] == [[{"temperature": 0.5}]]
     assert rows["policy_version_min"] == [3] and rows["policy_version_max"] == [4]

@@ -1,8 +1,9 @@
 """The session server over HTTP: who may do what, what is refused, limits, ends, and what stays in memory."""
 
+import asyncio
 import http.client
 import json
-import time
+import threading
 
 import anthropic
 import openai
@@ -56,56 +57,58 @@ def test_session_streams_show_life_at_once(sessions, monkeypatch, path, sign):
     opened = sessions.open()
     sessions.policy.delay = 0.6
     response = sessions.begin(opened, path, max_tokens=8, stream=True).getresponse()
-    started = time.monotonic()
     assert response.status == 200 and response.readline() == sign
-    assert time.monotonic() - started < 0.5
+    assert not sessions.policy.sampled
     assert response.read().count(sign) >= 2
 
 
 def test_session_ends_by_its_reward_once(sessions):
     opened = sessions.open()
-    path = f"/sessions/{opened['id']}/reward"
-    assert sessions.call("POST", path, {"reward": 1.5, "metrics": {"steps": 2}})[1]["reward"] == 1.5
-    assert sessions.call("POST", path, {"reward": 7.0})[1]["reward"] == 1.5
+    assert sessions.reward(opened, reward=1.5, metrics={"steps": 2})[1]["reward"] == 1.5
+    assert sessions.reward(opened, reward=7.0)[1]["reward"] == 1.5
     with pytest.raises(openai.PermissionDeniedError, match="the session has ended"):
         sessions.openai(opened).chat.completions.create(model="", messages=[{"role": "user", "content": "sum"}])
     with pytest.raises(anthropic.PermissionDeniedError, match="the session has ended"):
         sessions.anthropic(opened).messages.create(model="", max_tokens=9, messages=[{"role": "user", "content": "a"}])
     failed = sessions.open()
-    assert sessions.call("POST", f"/sessions/{failed['id']}/reward", {"end": "exit_status"})[1]["end"] == "exit_status"
-    assert sessions.call("POST", f"/sessions/{failed['id']}/reward", {"rewards": 1})[0] == 400
+    assert sessions.reward(failed, end="exit_status")[1]["end"] == "exit_status"
+    assert sessions.reward(failed, rewards=1)[0] == 400
+    unlimited = sessions.open()
+    assert sessions.reward(unlimited, end="turns")[0] == 200
+    status, answer = sessions.ask(unlimited)
+    assert status == 403 and "ended (turns)" in answer["error"]["message"], "a limit that it has not"
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_session_that_ends_while_it_samples_answers_nothing_more(sessions, leaves):
     """What is sampled while the reward comes would be in no row that was read. It leaves memory."""
-    opened = sessions.open()
-    sessions.policy.delay = 1.0
-    connection = sessions.begin(opened)
-    time.sleep(0.2)
-    if leaves:
-        connection.close()
-        time.sleep(0.2)
-    assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})[0] == 200
-    assert leaves or connection.getresponse().status == 403
-    until(lambda: opened["id"] not in sessions.server._sessions, 5)
-    time.sleep(1.0)
-    assert sessions.session(opened).summary()["turns"] == 0 and not sessions.policy.sampled
+    opened, ended = sessions.open(), threading.Event()
 
+    async def samples(ids, params):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
 
-def test_session_may_end_by_a_limit_that_it_has_not(sessions):
-    opened = sessions.open()
-    assert sessions.call("POST", f"/sessions/{opened['id']}/reward", {"end": "turns"})[0] == 200
-    status, answer = sessions.ask(opened)
-    assert status == 403 and "ended (turns)" in answer["error"]["message"]
+    with sessions.generating(samples):
+        connection = sessions.begin(opened)
+        [[exchange]] = until(lambda: list(sessions.session(opened).exchanges.values()))
+        if leaves:
+            connection.close()
+            until(lambda: not exchange.open)
+        assert sessions.reward(opened, reward=1.0)[0] == 200
+        assert leaves or connection.getresponse().status == 403
+        assert ended.wait(30)
+    until(lambda: opened["id"] not in sessions.server._sessions)
+    assert sessions.session(opened).summary()["turns"] == 0
 
 
 def test_session_that_has_ended_is_not_kept_in_memory(sessions):
     """Whatever its environment calls its group, and also where its rows are read, or its program asks for more."""
     opened = sessions.open(group="its own name")
     sessions.ask(opened)
-    sessions.call("POST", f"/sessions/{opened['id']}/reward", {"reward": 1.0})
-    assert len(sessions.call("GET", f"/sessions/{opened['id']}/rows")[1]["tokens"]) == 1
+    sessions.reward(opened, reward=1.0)
+    assert len(sessions.rows(opened)[1]["tokens"]) == 1
     assert sessions.ask(opened, "/v1/messages", max_tokens=5)[0] == 403
     assert opened["id"] not in sessions.server._sessions
 
@@ -141,7 +144,7 @@ def test_session_requests_that_are_no_text_or_too_large(sessions, path, body, ke
     assert answer.status == status
     found = json.loads(answer.read())
     if status == 200:
-        assert sessions.call("GET", f"/sessions/{found['id']}/rows")[0] == 200
+        assert sessions.rows(found)[0] == 200
 
 
 def test_session_limit_of_turns_holds_for_requests_at_once(sessions):
@@ -154,11 +157,18 @@ def test_session_limit_of_turns_holds_for_requests_at_once(sessions):
 
 def test_session_limit_of_tokens_holds_for_requests_at_once(sessions):
     """One that leaves tokens runs beside another; one that finds none left waits for what those before do not use."""
-    opened, text = sessions.open(limits={"tokens": 40}), "the sum of 12 and 7 is 19"
-    sessions.policy.script, sessions.policy.delay = [text, text, *["the sum"] * 9], 1.0
-    started = time.monotonic()
-    answers = [connection.getresponse() for connection in [sessions.begin(opened, max_tokens=20) for _ in range(2)]]
-    assert [answer.status for answer in answers] == [200, 200] and time.monotonic() - started < 1.9
+    opened, text, begun = sessions.open(limits={"tokens": 40}), "the sum of 12 and 7 is 19", []
+    sessions.policy.script = [text, text, *["the sum"] * 9]
+
+    async def together(ids, params):
+        begun.append(ids)
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        return await sessions.policy(ids, params)
+
+    with sessions.generating(together):
+        answers = [connection.getresponse() for connection in [sessions.begin(opened, max_tokens=20) for _ in range(2)]]
+    assert [answer.status for answer in answers] == [200, 200]
     sessions.policy.delay = 0.05
     answers = [connection.getresponse() for connection in [sessions.begin(opened) for _ in range(12)]]
     assert {answer.status for answer in answers} == {200, 403}

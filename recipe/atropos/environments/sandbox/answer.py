@@ -175,7 +175,8 @@ def run_tests(job: dict[str, Any], answer: int, verdict: int) -> NoReturn:
 
     def decide(why: str, detail: str = "") -> NoReturn:
         """End this process, so that the tests cannot go on."""
-        os.write(verdict, json.dumps({"passed": why == "passed", "why": why, "detail": detail[:_DETAIL]}).encode())
+        found = {"passed": why == "passed", "why": why, "detail": detail[:_DETAIL]}
+        os.write(verdict, json.dumps(found).encode())
         os._exit(0)
 
     def exchange(message: Any) -> Any:

@@ -109,13 +109,9 @@ def _turn(turn: dict[str, Any], where: str) -> Iterator[Message]:
                 given = expect(block.get("input"), dict, f"{place}.input")
                 calls.append(tool_call(block.get("id"), block.get("name"), given, place))
             case "tool_result":
-                results.append(
-                    {
-                        "role": "tool",
-                        "tool_call_id": expect(block.get("tool_use_id"), str, f"{place}.tool_use_id"),
-                        "content": text_of(block.get("content"), f"{place}.content"),
-                    }
-                )
+                id = expect(block.get("tool_use_id"), str, f"{place}.tool_use_id")
+                text = text_of(block.get("content"), f"{place}.content")
+                results.append({"role": "tool", "tool_call_id": id, "content": text})
     yield from results
     if texts or not results:
         message: Message = {"role": role, "content": "".join(texts)}
@@ -133,10 +129,9 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
         content.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.id})
     if reply.content or not reply.calls:
         content.append({"type": "text", "text": reply.content})
-    content += [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.loads(call.arguments)}
-        for call in reply.calls
-    ]
+    for call in reply.calls:
+        given = orjson.loads(call.arguments)
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
     reason = "end_turn" if reply.stop is None else "stop_sequence"
     if reply.calls:
         reason = "tool_use"

@@ -66,10 +66,8 @@ def _message(given: dict[str, Any], where: str) -> Message:
         return given  # as nearly all are; a long history is read at each turn
     role = role_of(given, where, "system", "user", "assistant", "tool")
     refuse(given, ("audio", "function_call"))
-    found: Message = {
-        "role": role,
-        "content": text_of(given.get("content"), f"{where}.content", required=role != "assistant"),
-    }
+    text = text_of(given.get("content"), f"{where}.content", required=role != "assistant")
+    found: Message = {"role": role, "content": text}
     if role == "tool":
         found["tool_call_id"] = expect(given.get("tool_call_id"), str, f"{where}.tool_call_id")
         if given.get("name"):
@@ -92,12 +90,8 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     message = {**reply.message(), "refusal": None}
     if reply.calls:
         message["content"] = reply.content or None
-    return {
-        **_head(reply, "chat.completion"),
-        "choices": [{"index": 0, "message": message, **_end(asked, reply)}],
-        "usage": usage_of(reply),
-        **reply.exact,
-    }
+    choice = {"index": 0, "message": message, **_end(asked, reply)}
+    return {**_head(reply, "chat.completion"), "choices": [choice], "usage": usage_of(reply), **reply.exact}
 
 
 def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
@@ -111,10 +105,8 @@ def events(asked: Asked, reply: Reply) -> Iterator[bytes]:
         deltas.append({"content": reply.content})
     for i, call in enumerate(message.get("tool_calls", ())):
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        deltas += [
-            {"tool_calls": [{**call, "index": i, "function": {"name": name, "arguments": ""}}]},
-            {"tool_calls": [{"index": i, "function": {"arguments": arguments}}]},
-        ]
+        deltas.append({"tool_calls": [{**call, "index": i, "function": {"name": name, "arguments": ""}}]})
+        deltas.append({"tool_calls": [{"index": i, "function": {"arguments": arguments}}]})
     for delta in deltas:
         yield event({**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]})
     yield event({**head, "choices": [{"index": 0, "delta": {}, **_end(asked, reply)}], **reply.exact})

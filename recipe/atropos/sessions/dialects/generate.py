@@ -50,10 +50,8 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     """Return SGLang's answer: a token ended the reply unless a stop string or the length did."""
     finish = {"type": "length", "length": len(reply.tokens)}
     if reply.finish == "stop":
-        finish = {
-            "type": "stop",
-            "matched": reply.tokens[-1] if reply.stop is None and reply.tokens else reply.stop,
-        }
+        matched = reply.tokens[-1] if reply.stop is None and reply.tokens else reply.stop
+        finish = {"type": "stop", "matched": matched}
     meta = {
         "id": reply.id,
         "finish_reason": finish,
@@ -63,9 +61,8 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
         "weight_versions": reply.versions,
     }
     if asked.body.get("return_logprob"):
-        meta["output_token_logprobs"] = [
-            [logprob, token, None] for logprob, token in zip(reply.logprobs, reply.tokens, strict=True)
-        ]
+        pairs = zip(reply.logprobs, reply.tokens, strict=True)
+        meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
     return {"text": reply.content, "output_ids": reply.tokens, "meta_info": meta, **reply.exact}
 
 

@@ -86,7 +86,8 @@ def _messages(body: dict[str, Any]) -> list[Message]:
 
 
 def _message(item: Any, where: str) -> Message:
-    match typed(item, where, "message", "reasoning", "function_call", "function_call_output", None).get("type"):
+    kinds = ("message", "reasoning", "function_call", "function_call_output", None)
+    match typed(item, where, *kinds).get("type"):
         case "reasoning":
             text = text_of(item.get("content"), f"{where}.content", ("reasoning_text", "text"))
             text = text or text_of(item.get("summary"), f"{where}.summary", ("summary_text",))
@@ -95,15 +96,11 @@ def _message(item: Any, where: str) -> Message:
             call = tool_call(item.get("call_id"), item.get("name"), item.get("arguments"), where)
             return {"role": "assistant", "content": "", "tool_calls": [call]}
         case "function_call_output":
-            return {
-                "role": "tool",
-                "tool_call_id": expect(item.get("call_id"), str, f"{where}.call_id"),
-                "content": text_of(item.get("output"), f"{where}.output", _TEXTS, required=True),
-            }
-    return {
-        "role": role_of(item, where, "system", "user", "assistant"),
-        "content": text_of(item.get("content"), f"{where}.content", _TEXTS, required=True),
-    }
+            text = text_of(item.get("output"), f"{where}.output", _TEXTS, required=True)
+            id = expect(item.get("call_id"), str, f"{where}.call_id")
+            return {"role": "tool", "tool_call_id": id, "content": text}
+    text = text_of(item.get("content"), f"{where}.content", _TEXTS, required=True)
+    return {"role": role_of(item, where, "system", "user", "assistant"), "content": text}
 
 
 def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
@@ -111,33 +108,14 @@ def answer(asked: Asked, reply: Reply) -> dict[str, Any]:
     status = "incomplete" if reply.finish == "length" else "completed"
     output: list[dict[str, Any]] = []
     if reply.reasoning is not None:
-        output.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{reply.id}",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": reply.reasoning}],
-            }
-        )
+        thought = {"type": "reasoning_text", "text": reply.reasoning}
+        output.append({"type": "reasoning", "id": f"rs_{reply.id}", "summary": [], "content": [thought]})
     if reply.content or not reply.calls:
-        output.append(
-            {
-                "type": "message",
-                "id": f"msg_{reply.id}",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}],
-            }
-        )
-    output += [
-        {
-            "type": "function_call",
-            "id": f"fc_{reply.id}_{i}",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-        }
-        for i, call in enumerate(reply.calls)
-    ]
+        part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
+        output.append({"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "content": [part]})
+    for i, call in enumerate(reply.calls):
+        what = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        output.append({"type": "function_call", "id": f"fc_{reply.id}_{i}", **what})
     prompt, sampled = len(reply.prompt), len(reply.tokens)
     return {
         **{name: asked.body.get(name) for name in _ECHOED},
