@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from helpers.configs import changed_config
 from helpers.environments import item_env
 from helpers.runs import Placed, run_of
-from helpers.trainer import changed_config, compose_config
+from helpers.trainer import compose_config
 from helpers.waiting import until
 from recipe.atropos.commands.dry_run import service_commands
 from recipe.atropos.config.compose import load_config, resolved
