@@ -4,15 +4,15 @@ import os
 
 import pytest
 
-from recipe.atropos.config.compose import load_config
+from helpers.configs import loaded
 from recipe.atropos.utils import gpus as device
 
 VARIABLES = ("VERL_PLATFORM", "CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")
 
 
-def load_decided(overrides):
-    """Return the configuration as ``load_config`` does, with the device decided, as a start has it."""
-    config = load_config(overrides)
+def load_decided(*overrides):
+    """Return ``loaded`` with the device decided, as a start has it."""
+    config = loaded(*overrides)
     device.decide_device(config)
     return config
 

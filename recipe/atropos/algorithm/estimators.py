@@ -42,22 +42,20 @@ class Estimator:
     token_advantages: bool = False
 
 
-ESTIMATORS = {
-    each.name: each
-    for each in (
-        Estimator("gpg", scores_only=True),
-        Estimator("grpo", scores_only=True),
-        Estimator("grpo_passk", scores_only=True, smallest_group=2),  # compares the best row with the second best
-        Estimator("grpo_vectorized", scores_only=True),
-        Estimator("opo", scores_only=True, lengths=True),
-        Estimator("optimal_token_baseline", tensors=_BASELINE_TENSORS),
-        Estimator("reinforce_plus_plus", grouped=False, whitened=True),
-        Estimator("reinforce_plus_plus_baseline", scores_only=True, whitened=True),
-        Estimator("rloo", scores_only=True),
-        Estimator("rloo_vectorized", scores_only=True),
-        Estimator("tir_optimal_token_baseline", tensors=_BASELINE_TENSORS),
-    )
-}
+_VERLS = (
+    Estimator("gpg", scores_only=True),
+    Estimator("grpo", scores_only=True),
+    Estimator("grpo_passk", scores_only=True, smallest_group=2),  # compares the best row with the second best
+    Estimator("grpo_vectorized", scores_only=True),
+    Estimator("opo", scores_only=True, lengths=True),
+    Estimator("optimal_token_baseline", tensors=_BASELINE_TENSORS),
+    Estimator("reinforce_plus_plus", grouped=False, whitened=True),
+    Estimator("reinforce_plus_plus_baseline", scores_only=True, whitened=True),
+    Estimator("rloo", scores_only=True),
+    Estimator("rloo_vectorized", scores_only=True),
+    Estimator("tir_optimal_token_baseline", tensors=_BASELINE_TENSORS),
+)
+ESTIMATORS = {each.name: each for each in _VERLS}
 
 
 def estimator(name: str, **needs: Any) -> Callable[[Callable], Callable]:

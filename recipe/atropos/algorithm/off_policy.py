@@ -21,6 +21,7 @@ from recipe.atropos.verl_ext.algorithm import (
 )
 from recipe.atropos.verl_ext.batch import DataProto
 
+_WEIGHTED_BY = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
 _ROWS_AT_ONCE = 16  # which remain in the cache: verl makes many tensors of their size
 COMPARED = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
 
@@ -75,7 +76,7 @@ def correct_rollout(rows: DataProto, config: DictConfig) -> None:
         sampled = {"log_ratio": tensors["old_log_probs"] - tensors["rollout_log_probs"]}
         sampled["response_mask"] = tensors["response_mask"]
         if config.rollout_is:
-            options = {key: config[key] for key in ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")}
+            options = {key: config[key] for key in _WEIGHTED_BY}
             at_once = len(indices) if config.rollout_is_batch_normalize else _ROWS_AT_ONCE  # it is over all rows
             parts = zip(*(values.split(at_once) for values in sampled.values()), strict=True)
             weights[indices] = torch.cat([_weights(*part, **options) for part in parts])

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from recipe.atropos.run.status import find_run
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a run, or its name below runs/")
@@ -14,11 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, help="folder to write; default: RUN/model, RUN/model-STEP for an older step, or RUN/adapter"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="of the weights; default: as they were trained",
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as they were trained")
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter in PEFT's format, not merged")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 

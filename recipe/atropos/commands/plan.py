@@ -192,9 +192,11 @@ def _logits(config: DictConfig, model: PreTrainedModel, tokens: int) -> int:
         return 0
     one = tokens * model.config.get_text_config().vocab_size * _COMPUTED.itemsize
     copies = 1 if flash_is_installed() else 3  # logits, their log softmax, the gradient of both
-    copies += int(config.actor_rollout_ref.rollout.temperature != 1)
-    entropies = config.actor_rollout_ref.actor.entropy_coeff or config.actor_rollout_ref.actor.calculate_entropy
-    return (copies + 2 * bool(entropies)) * one
+    if config.actor_rollout_ref.rollout.temperature != 1:
+        copies += 1
+    if config.actor_rollout_ref.actor.entropy_coeff or config.actor_rollout_ref.actor.calculate_entropy:
+        copies += 2
+    return copies * one
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:

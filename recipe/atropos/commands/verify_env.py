@@ -235,7 +235,8 @@ def show(result: Verified, console: Console, table: bool = False) -> None:
 
 
 def _show_exchange(exchange: RecordedExchange, console: Console, tokenizer: Any) -> None:
-    console.print(f"sampled with {orjson.dumps(exchange.params, default=repr).decode()} in {exchange.seconds:.2f} s")
+    params = orjson.dumps(exchange.params, default=repr).decode()
+    console.print(f"sampled with {params} in {exchange.seconds:.2f} s")
     if exchange.messages is None:
         console.print("messages: none, the environment wrote the prompt")
     for message in exchange.messages or []:

@@ -257,7 +257,8 @@ def _line(values: Mapping[str, Any], problem: Mapping[str, Any]) -> tuple[str, s
     if problem["type"] == "literal_error":
         near = nearest(shown, choices.split(", "))
         return key, f"{key}={shown}; choose one of {choices}{', null' if null else ''}{near}"
-    wanted = _WANTED.get(problem["type"], "{msg}").format(msg=problem["msg"], **problem.get("ctx", {}))
+    template = _WANTED.get(problem["type"])
+    wanted = template.format(**problem.get("ctx", {})) if template else problem["msg"]
     return key, f"{key}={shown}: give {wanted}{', or null' if null else ''}"
 
 

@@ -403,21 +403,20 @@ def _micro_batches(config: DictConfig) -> Rules:
 
 def _precision(config: DictConfig) -> Rules:
     for role in ("actor", "ref"):
+        given = config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or {}
         yield from (
             (
                 name not in _PRECISIONS,
                 f"actor_rollout_ref.{role}.fsdp_config.mixed_precision.{name}: no such key; choose one of "
                 f"{', '.join(_PRECISIONS)}",
             )
-            for name in config.actor_rollout_ref[role].fsdp_config.get("mixed_precision") or ()
+            for name in given
         )
 
 
 _PRECISIONS = ("param_dtype", "reduce_dtype", "buffer_dtype")
-REJECTION_STATISTICS = (
-    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3")),
-    *("seq_max_k2", "seq_max_k3"),
-)
+_STATISTICS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3"))
+REJECTION_STATISTICS = (*_STATISTICS, "seq_max_k2", "seq_max_k3")
 
 
 def correction_rules(correction: DictConfig) -> Rules:

@@ -43,6 +43,9 @@ PolicyLoss = Literal[
 ]
 KL = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KLLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 Tracker = Literal[
     "wandb",
     "mlflow",
@@ -64,9 +67,12 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 URL = Annotated[str, Field(pattern=r"^https?://.+")]
 Device = Literal["auto", "cuda", "cpu"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+TorchDtype = Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"]
 
 
 class Section(BaseModel):
@@ -114,7 +120,7 @@ class InferenceSection(Section):
     )
     port: Port | None = about("First server's port, the others follow; null: free ones")
     gateway_port: Port | None = about("The gateway's port; null: 9001, or a free one")
-    dtype: Literal["bfloat16", "float16", "float32"] = about("Of the served weights; set float32 on a CPU")
+    dtype: Dtype = about("Of the served weights; set float32 on a CPU")
     placement: Literal["launcher", "ray"] | None = about(
         "Who starts the servers: the launcher, beside it, or Ray, anywhere; null: Ray, on a cluster, if trainer.nnodes "
         "> 1 or GPUs are too few here"
@@ -140,7 +146,7 @@ class EnvironmentSection(Section):
     reward_bridge: dict[str, Any] | None = about("Shapes its scores (docs/reward_bridge.md)")
     credit: dict[str, Any] | None = about("Advantages of its turns (docs/token-advantages.md)")
     weight: Positive = about("Its part of what is not allocated, relative to other environments'")
-    min_batch_allocation: Annotated[float, Field(gt=0, le=1)] | None = about("The least part of each batch that it has")
+    min_batch_allocation: Share | None = about("The least part of each batch that it has")
     replicas: Count = about("Processes, each with its part of the items")
     placement: Literal["launcher", "ray"] | None = about(
         "As inference.placement; null: Ray, on a cluster, if replicas > 1"
@@ -170,6 +176,7 @@ def _each_optional(section: type[Section], name: str) -> type[Section]:
 
 
 OneOfSeveral = _each_optional(EnvironmentSection, "OneOfSeveral")  # ``environment`` has what an entry omits
+EnvironmentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 class EvaluationSection(Section):
@@ -253,9 +260,7 @@ class FSDPSection(VerlSection):
     param_offload: bool = about("Keep parameters in host memory between uses")
     reshard_after_forward: bool = about("Free gathered parameters after the forward pass")
     fsdp_size: int = about("Ranks that share one copy of the parameters; -1: all")
-    model_dtype: Literal["fp32", "float32", "fp16", "float16", "bf16", "bfloat16"] = about(
-        "Of the parameters that the optimizer updates"
-    )
+    model_dtype: TorchDtype = about("Of the parameters that the optimizer updates")
     seed: int = about("Of a new LoRA adapter")
 
 
@@ -292,9 +297,7 @@ class ActorSection(VerlSection):
     clip_ratio_high: NotNegative = about("Upper clip range")
     clip_ratio_c: Annotated[float, Field(gt=1)] = about("Dual-clip bound for negative advantages")
     policy_loss: PolicyLossSection
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = about("How token losses become one number")
+    loss_agg_mode: LossAggregation = about("How token losses become one number")
     loss_scale_factor: Positive | None = about("Divisor of seq-mean-token-sum-norm")
     entropy_coeff: float = about("Weight of the entropy bonus")
     calculate_entropy: bool = about("Report the entropy")
@@ -408,7 +411,7 @@ class Configuration(VerlSection):
     api: APISection
     inference: InferenceSection
     environment: EnvironmentSection
-    environments: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], OneOfSeveral] = about(
+    environments: dict[EnvironmentName, OneOfSeveral] = about(
         "Several, by name: the keys of environment, its values as defaults, except args, reward_bridge and credit"
     )
     sessions: SessionsSection

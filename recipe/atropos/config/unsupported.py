@@ -20,7 +20,9 @@ _PROFILER = ("verl's profiler is not started by this recipe's training loop", No
 _QAT = ("unquantized weights are pushed", None)
 _OWN_LOOP = ("this recipe has a training loop of its own", None)
 _MEGATRON = ("only the FSDP engines are supported", None)
+_REFERENCE = ("the reference policy computes no entropies", None)
 _NOT_TRAINED = ("the reference policy is not trained", None)
+_ROLE = ("the actor is trained, and the reference policy is not", None)
 
 UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "data": _PROMPTS,
@@ -106,7 +108,7 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
     "actor_rollout_ref.actor.freeze_vision_tower": ("only language models are trained", None),
     "actor_rollout_ref.actor.qat": _QAT,
     **{
-        f"actor_rollout_ref.ref.{section}{key}": ("the reference policy computes no entropies", None)
+        f"actor_rollout_ref.ref.{section}{key}": _REFERENCE
         for section in ("", "fsdp_config.")
         for key in (
             "entropy_from_logits_with_chunking",
@@ -129,7 +131,7 @@ UNSUPPORTED: dict[str, tuple[str, str | None]] = {
                 ),
             ),
             ("strategy", ("it is overwritten", f"actor_rollout_ref.{role}.strategy")),
-            ("forward_only", ("the actor is trained, and the reference policy is not", None)),
+            ("forward_only", _ROLE),
             ("turbo_config", _MEGATRON),
             ("qat", _QAT),
         )

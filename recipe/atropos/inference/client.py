@@ -294,7 +294,8 @@ class SGLangClient(JsonClient):
 
     async def adapters(self) -> set[str]:
         """Return the names of the LoRA adapters that the server holds."""
-        return {model["id"] for model in (await self._call("GET", "/v1/models"))["data"] if model.get("parent")}
+        models = await self._call("GET", "/v1/models")
+        return {model["id"] for model in models["data"] if model.get("parent")}
 
     async def begin_weight_update(self) -> None:
         """Open the session for tensor or distributed updates; no-op on servers without sessions (0.5.12).

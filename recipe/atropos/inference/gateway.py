@@ -170,8 +170,7 @@ class Gateway:
         try:
             async with server.exchange(), self._request(server, request, sent) as upstream:
                 headers = _passed_on(upstream.headers)
-                has_end = upstream.content_length is not None or upstream.content_type == "application/json"
-                if has_end and upstream.content_type != "text/event-stream":  # else it is passed on in pieces
+                if not _is_stream(upstream):
                     content = await upstream.read()
                     _check_version(request, upstream, content)
                     if policy:
@@ -264,6 +263,12 @@ def _check_version(request: web.Request, reply: aiohttp.ClientResponse, content:
     for _, version in WEIGHT_VERSION.findall(content):
         if not version.isdigit():
             raise _UpstreamFailed(f"it answered with weight version {version.decode()!r}, which no push gave it")
+
+
+def _is_stream(reply: aiohttp.ClientResponse) -> bool:
+    """Return whether to pass a reply on in pieces: server-sent events, and what has no length and is not JSON."""
+    has_end = reply.content_length is not None or reply.content_type == "application/json"
+    return reply.content_type == "text/event-stream" or not has_end
 
 
 async def _to_client(action: Awaitable[object]) -> None:

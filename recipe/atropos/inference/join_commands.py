@@ -14,6 +14,10 @@ from recipe.atropos.utils.hosts import reachable, reachable_from_others
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
 _EXAMPLE = "environments/gsm8k_server.py"  # in a checkout of Atropos
+_WHICH_KEY = (
+    f"with the environments' key as ${API_KEY_VARIABLE}; from the run's own, python -m recipe.atropos.utils.secret "
+    "prints it"
+)
 
 
 def join_settings(config: DictConfig, api_url: str, gateway: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,11 +78,7 @@ def how_to_join(config: DictConfig, api_url: str, gateway: str, key: str | None,
         adapted_command(config, env, openai, shell_key),
     ]
     if key is None:
-        lines.insert(
-            0,
-            f"with the environments' key as ${API_KEY_VARIABLE}; from the run's own, python -m "
-            "recipe.atropos.utils.secret prints it",
-        )
+        lines.insert(0, _WHICH_KEY)
     if config.trainer.atropos.max_staleness is not None:
         return "\n".join(
             [*lines, f"(max_staleness={config.trainer.atropos.max_staleness} refuses what comes without the adapter)"]

@@ -15,6 +15,7 @@ import orjson
 ADAPTERS_KEPT = 4  # by a server: the active adapter, the next, and two with requests that began earlier
 GENERATES = ("/generate", "/v1/completions", "/v1/chat/completions")
 TOKENIZES = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+_SAMPLES_NOTHING = (*TOKENIZES, "/abort_request", "/flush_cache")
 
 # In a JSON text these bytes can only be keys: within a string the quotes would be escaped.
 WEIGHT_VERSION = re.compile(rb'("weight_version"\s*:\s*)"([^"]*)"')
@@ -38,8 +39,8 @@ class AdaptedPolicy:
         Raises:
             CannotName: the request may sample, but the name cannot be added.
         """
-        if method in ("GET", "HEAD", "OPTIONS") or path in (*TOKENIZES, "/abort_request", "/flush_cache"):
-            return body  # which samples nothing
+        if method in ("GET", "HEAD", "OPTIONS") or path in _SAMPLES_NOTHING:
+            return body
         if path not in GENERATES:
             raise CannotName(
                 f"{method} {path} would be answered by the base model, without the policy's LoRA adapter: ask by "

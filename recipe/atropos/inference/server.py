@@ -57,6 +57,7 @@ _ALIASES = {
     "model": "model_path",
 }
 _PARALLEL = ("tp_size", "dp_size")
+_OWN_FLAGS = ("model_path", "host", "port", "device", "dtype", "api_key")
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SGLangLaunch:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extra_args", sglang_flags(self.extra_args))
-        if clash := sorted({"model_path", "host", "port", "device", "dtype", "api_key"} & self.extra_args.keys()):
+        if clash := sorted(set(_OWN_FLAGS) & set(self.extra_args)):
             raise LaunchError(f"inference.args holds {clash}: set inference.{clash[0]} itself")
         for name in (*_PARALLEL, "pp_size"):
             if (size := self.extra_args.get(name)) is not None and not str(size).isdigit():

@@ -231,7 +231,8 @@ def _selects(value: str, names: Collection[str]) -> bool:
 
 def _clock(address: str, probe: Any) -> ClusterFinding:
     begun = time.time()
-    apart = abs(_answers({address: probe}, "time")[address] - (begun + time.time()) / 2)
+    told = _answers({address: probe}, "time")[address]
+    apart = abs(told - (begun + time.time()) / 2)
     problem = f"its clock is {apart:.1f} s from the head's: run NTP (chrony) on both"
     return ClusterFinding("clock", address, problem if apart > _APART_SECONDS else "")
 

@@ -166,14 +166,18 @@ def environment_command(
         "env.wandb_name": spec.name,  # also the name that it registers with
         "env.group_size": spec.group_size,
         "env.inference_weight": spec.weight,
-        # 0 for one of several without a share of its own: else the API would apply the environment's own default.
-        "env.min_batch_allocation": spec.min_batch_allocation or (0.0 if spec.several else None),
+        "env.min_batch_allocation": spec.min_batch_allocation,
         "env.worker_timeout": worker_timeout(run.config),
-        "slurm": False if subcommand == "serve" else None,
+        **spec.program,
     }
-    given = split_secret_flags({**known, **spec.program, **_own_flags(spec), **flags})[0]
-    file = str(Path(spec.place).resolve()) if spec.place.endswith(".py") else spec.place
-    target = file + spec.target.removeprefix(spec.place)
+    if spec.several and spec.min_batch_allocation is None:
+        known["env.min_batch_allocation"] = 0.0  # else the API would apply the environment's own default
+    if subcommand == "serve":
+        known["slurm"] = False
+    given = split_secret_flags({**known, **_own_flags(spec), **flags})[0]
+    target = spec.target
+    if spec.place.endswith(".py"):
+        target = str(Path(spec.place).resolve()) + spec.target.removeprefix(spec.place)
     bridge = []
     if spec.reward_bridge is not None and subcommand == "serve":  # evaluation scores are never shaped
         block = yaml.safe_dump(dict(spec.reward_bridge), default_flow_style=True, sort_keys=False, width=10**6)
@@ -281,7 +285,7 @@ class EnvironmentProcesses:
     def start(self) -> None:
         for state in self._states:
             if state.replica < state.spec.replicas:
-                policy = self._run.restart_policies[state.name] = RestartPolicy(
+                policy = RestartPolicy(
                     partial(self._start, state),
                     state.spec.max_restarts,
                     "environment",
@@ -291,6 +295,7 @@ class EnvironmentProcesses:
                 )
                 if state.spec.placement == "ray":
                     policy.awaited = partial(self._run.cluster.awaited, state.name)
+                self._run.restart_policies[state.name] = policy
                 policy.start()
 
     def _start(self, state: _State) -> Service:

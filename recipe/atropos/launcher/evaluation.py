@@ -45,6 +45,9 @@ _POLL_SECONDS = 0.5
 _NO_API = "http://127.0.0.1:1"
 
 
+async def _nothing() -> None: ...
+
+
 def main_metric(metrics: Mapping[str, float]) -> str | None:
     """Return the name of the metric to display: an accuracy if there is one, else the first."""
     return next(iter([*filter(is_accuracy, metrics), *metrics]), None)
@@ -79,7 +82,7 @@ class Evaluations:
 
     # ---------------------------------------------------------------- when
 
-    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)) -> None:
+    async def begin(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Evaluate ``version``, this start's first push, if it is due; environments may sample beside it.
 
         ``meanwhile`` is called again and again.
@@ -113,9 +116,7 @@ class Evaluations:
             say(f"version {version}: {failure}", "eval", "bold red")
         self._mark(version)
 
-    async def evaluate_alone(
-        self, version: int, meanwhile: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-    ) -> None:
+    async def evaluate_alone(self, version: int, meanwhile: Callable[[], Awaitable[None]] = _nothing) -> None:
         """Evaluate ``version`` and check the services meanwhile, because ``watch`` is not running.
 
         Raises:
@@ -126,7 +127,8 @@ class Evaluations:
             await meanwhile()
             self._run.check()
             await asyncio.wait([self._task], timeout=_POLL_SECONDS)
-        self._task.result()
+        task, self._task = self._task, None
+        task.result()
 
     async def stop(self) -> None:
         """Cancel the evaluation in progress, if any; call it also however the run ends."""

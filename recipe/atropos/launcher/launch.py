@@ -154,11 +154,9 @@ async def watch(
         now, more = time.monotonic(), 0.0 if seen < total else _END_SECONDS
         if not ended and (now - last_step > limit + more or now - trained > longest + more):
             waited = f"{now - trained:.0f} s"
-            raise trainer.failure(
-                f"its last checkpoint or its export hangs, {waited} after the last step"
-                if seen >= total
-                else f"no step after step {seen} for {waited}; trainer.atropos.step_timeout={limit:g} s"
-            )
+            if seen >= total:
+                raise trainer.failure(f"its last checkpoint or its export hangs, {waited} after the last step")
+            raise trainer.failure(f"no step after step {seen} for {waited}; trainer.atropos.step_timeout={limit:g} s")
         if ended:
             if seen < total:
                 raise trainer.failure(f"ended after step {seen} of {total}")
@@ -232,6 +230,7 @@ async def _end(
     return the failures.
     """
     failures: list[Exception] = []
+    steps: list[Callable[[], Any]] = []
 
     async def account() -> None:
         # No group is sent any more, and the trainer has recorded those that it trained on.
@@ -241,16 +240,14 @@ async def _end(
         except TrajectoryApiError as error:
             say(f"does not account for the groups: {error}", "api")
         else:
-            update_summary(run.files.path, {"groups": account_of_groups(read_json(run.files.summary, {}), received)})
+            groups = account_of_groups(read_json(run.files.summary, {}), received)
+            update_summary(run.files.path, {"groups": groups})
 
-    steps: list[Callable[[], Any]] = [] if evaluations is None else [evaluations.stop]
+    if evaluations is not None:
+        steps.append(evaluations.stop)
     if environments is not None:
         steps += [environments.stop, partial(run.end, run.services["trainer"]), account]
-    ending = _ending_signals()
-    for number in ending:
-        asyncio.get_running_loop().remove_signal_handler(number)
-    ignored = dict.fromkeys((signal.SIGINT, *ending), signal.SIG_IGN)  # another interrupt would leave processes behind
-    with signals_handled(ignored), progress("stopping the services"):
+    with _ignore_interrupts(), progress("stopping the services"):
         for step in (*steps, run.stop):
             try:
                 if inspect.isawaitable(result := step()):
@@ -260,6 +257,14 @@ async def _end(
     with contextlib.suppress(OSError, AtroposError):  # a run that has not failed fails as it is recorded as finished
         add_start(run.files.path, time.monotonic() - started)
     return failures
+
+
+def _ignore_interrupts() -> contextlib.AbstractContextManager[None]:
+    """Ignore interrupts while the block runs: another one would leave processes behind."""
+    ending = _ending_signals()
+    for number in ending:
+        asyncio.get_running_loop().remove_signal_handler(number)
+    return signals_handled(dict.fromkeys((signal.SIGINT, *ending), signal.SIG_IGN))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.files import write_atomic
 
 _COLORS = ("#1f6feb", "#bf8700", "#8250df", "#1a7f37", "#bc4c00", "#57606a")
+_HELDOUT = "#d1242f"  # color for a single environment
 
 
 def plot_reward(directory: str | Path, window: int = 5) -> Path:
@@ -66,7 +67,7 @@ def _plot_evaluations(axes: Axes, directory: Path, colors: dict[str, str]) -> No
     right = axes.twinx()
     for name, found in curves.items():
         steps, values, _, (metric, *_) = zip(*found, strict=True)
-        color = colors.get(name, "#d1242f")  # for a single environment
+        color = colors.get(name, _HELDOUT)
         label = f"held out, {name}: {metric.removeprefix('eval/')}" if colors else metric.removeprefix("eval/")
         right.plot(steps, values, "o:", color=color, label=label)
         for x, y, *_ in (found[0], found[-1]):

@@ -242,9 +242,8 @@ class Run:
             return
         if awaited or delay > 0:
             if not announced:
-                say(
-                    f"ended ({service.poll()}); it starts again {awaited or f'in {delay:.0f} s'}", service.name, width=0
-                )
+                when = awaited or f"in {delay:.0f} s"
+                say(f"ended ({service.poll()}); it starts again {when}", service.name, width=0)
             return
         policy.delayed_until = None
         policy.count += not policy.moved

@@ -278,10 +278,11 @@ async def inference_healthy(run: Run, inference: InferenceServices) -> float:
     await wait_until_healthy(run.services["gateway"], inference.status, _GATEWAY_START)
     seconds = 0.0
     for name in inference.servers:
+        timeout = max(run.config.inference.start_timeout - seconds, 1.0)
         seconds += await wait_until_healthy(
             partial(run.services.__getitem__, name),
             lambda name=name: serves(run, inference.servers[name].url),  # another, once it is placed elsewhere
-            max(run.config.inference.start_timeout - seconds, 1.0),
+            timeout,
             key="inference.start_timeout",
         )
     _enable_restarts(run, inference)

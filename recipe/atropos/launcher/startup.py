@@ -220,10 +220,11 @@ async def first_version(run: Run, inference: InferenceServices) -> int:
                 )
         return version is not None
 
+    timeout = run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout
     seconds = await wait_until_healthy(
         lambda: run.services["trainer"],
         pushed,
-        run.config.trainer.ray_wait_register_center_timeout + run.config.trainer.atropos.weight_sync.timeout,
+        timeout,
         what="done with its first push of weights",
         key="trainer.ray_wait_register_center_timeout + trainer.atropos.weight_sync.timeout",
     )

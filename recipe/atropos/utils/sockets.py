@@ -25,6 +25,7 @@ SOCKET_VARIABLE = "ATROPOS_SOCKET"
 
 # Of linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h and net/tcp_states.h.
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _TCP_LISTEN = 4, 20, 1, 10
+_NO_COOKIE = (0xFFFFFFFF, 0xFFFFFFFF)
 _ROOT = 0
 
 
@@ -146,7 +147,7 @@ def _listening_user(host: str, port: int) -> int | None:
     request = struct.pack("=IHHII", 72, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
     request += struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 1 << _TCP_LISTEN)
     address = socket.inet_pton(family, host.partition("%")[0])  # without the scope of a link-local one
-    request += struct.pack("!HH16s16xIII", port, 0, address, 0, 0xFFFFFFFF, 0xFFFFFFFF)  # at last: no cookie
+    request += struct.pack("!HH16s16xIII", port, 0, address, 0, *_NO_COOKIE)
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as kernel:
             kernel.send(request)

@@ -48,10 +48,13 @@ def _device_module() -> ModuleType:
         memory = psutil.virtual_memory()
         return memory.available, memory.total
 
+    def resident_bytes(*_: Any, **__: Any) -> int:
+        return psutil.Process().memory_info().rss
+
     sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     actions = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
     module.__dict__.update(
-        **dict.fromkeys(sizes, lambda *_, **__: psutil.Process().memory_info().rss),
+        **dict.fromkeys(sizes, resident_bytes),
         **dict.fromkeys(actions, _always(None)),
         is_available=_always(False),  # no accelerator: verl then skips its device memory management
         mem_get_info=host_memory,

@@ -64,7 +64,7 @@ class ServerFleet:
         """Run ``action`` on each server; return its result or InferenceError by URL. ``timeouts``: seconds per call."""
 
         async def ask_all() -> list[Any]:
-            limits = timeouts or dict.fromkeys(urls, self.timeout)
+            limits = dict.fromkeys(urls, self.timeout) if timeouts is None else timeouts
             clients = [SGLangClient(url, self.api_key, timeout=limits[url]) for url in urls]
             return await asyncio.gather(*map(action, clients), return_exceptions=True)
 

@@ -180,7 +180,8 @@ class ActorGroup(LimitedWorkerGroup):
             names["sum_pi_squared"] = "sum_pi_squared"
         data = _without_padding(batch, calculate_entropy=True, calculate_sum_pi_squared=squared)
         output = self.compute_log_prob(data)
-        return {name: _padded(output, key, data) for name, key in names.items()}, tu.get(output, "metrics")["mfu"]
+        found = {name: _padded(output, key, data) for name, key in names.items()}
+        return found, tu.get(output, "metrics")["mfu"]
 
     def reference_log_probs(self, batch: DataProto) -> torch.Tensor:
         """Return the reference policy's logprobs of the responses, (B, R) float32."""

@@ -12,10 +12,10 @@ import wandb
 from packaging.specifiers import SpecifierSet
 
 from helpers import ROOT
+from helpers.configs import loaded
 from recipe.atropos.__main__ import main
 from recipe.atropos.commands import doctor
 from recipe.atropos.commands.doctor import examine_run
-from recipe.atropos.config.compose import load_config
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.utils.process import free_port
 
@@ -30,7 +30,7 @@ def results(tmp_path, model_path):
 
     def examine(*overrides):
         sizes = ["data.max_prompt_length=8", "data.max_response_length=8"]
-        return examine_run(load_config([f"actor_rollout_ref.model.path={model}", *sizes, *overrides]), has_model=True)
+        return examine_run(loaded(f"actor_rollout_ref.model.path={model}", *sizes, *overrides), has_model=True)
 
     examine.model = model
     return examine
@@ -41,7 +41,7 @@ def change(path, **values):
 
 
 def test_doctor_finds_nothing_wrong_with_a_model_that_fits(results):
-    assert "model" not in examine_run(load_config(["actor_rollout_ref.model.path=model"]), has_model=False)
+    assert "model" not in examine_run(loaded("actor_rollout_ref.model.path=model"), has_model=False)
     found = results()
     names = ["ports", "memory", "shared_memory", "disk", "wandb", "model", "tokenizer", "chat_template", "sizes"]
     assert list(found) == names and all(result.ok for result in found.values()), found

@@ -154,9 +154,9 @@ def test_hydra_main_shows_no_argument_of_a_failed_training(start, monkeypatch, c
     assert KEY not in told
 
 
-@pytest.mark.parametrize("text", ["\\boxed{x}", "it's", "end\\", "a\\'b", "x\\\\y", "\\\\'", "a=b, c: {d}", ""])
-def test_quoted_text_is_read_as_it_was(text):
-    assert compose_config([f"environment.args.text={quoted(text)}"]).environment.args.text == text
+def test_quoted_text_is_read_as_it_was():
+    texts = ["\\boxed{x}", "it's", "end\\", "a\\'b", "x\\\\y", "\\\\'", "a=b, c: {d}", ""]
+    assert compose_config([f"environment.args.texts=[{','.join(map(quoted, texts))}]"]).environment.args.texts == texts
 
 
 @mock.patch.dict(os.environ)

@@ -50,7 +50,7 @@ def check(machine, monkeypatch):
             lambda name, **given: programs[name] if name in programs else which(name, **given),
         )
         options = ["inference.colocated=false", "inference.python=server-python", *overrides]
-        return check_gpu_environment(load_decided(["actor_rollout_ref.model.path=m", *options]))
+        return check_gpu_environment(load_decided("actor_rollout_ref.model.path=m", *options))
 
     return run
 
@@ -149,4 +149,4 @@ def test_gpu_environments_with_an_nvcc_that_fails_are_told(check, monkeypatch):
 
     monkeypatch.setattr(gpu_environment, "run_program", fail)
     with pytest.raises(ConfigurationError, match="^nvcc does not run .no such file.: repair the CUDA toolkit"):
-        check_gpu_environment(load_decided(["actor_rollout_ref.model.path=m", "inference.python=server-python"]))
+        check_gpu_environment(load_decided("actor_rollout_ref.model.path=m", "inference.python=server-python"))

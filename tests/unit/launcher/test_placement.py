@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from helpers.configs import loaded
 from helpers.gpu import load_decided
 from helpers.runs import run_of
-from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
@@ -31,7 +31,7 @@ HEAD = "ray_kwargs.ray_init.address=head:6379"  # of a cluster, whose GPUs are e
 
 
 def placed(*overrides):
-    config = load_decided(["actor_rollout_ref.model.path=m", "inference.python=python", *overrides])
+    config = load_decided("actor_rollout_ref.model.path=m", "inference.python=python", *overrides)
     return config, place_servers(config)
 
 
@@ -147,7 +147,7 @@ def test_placement_flags_of_one_meaning_are_taken_once(first):
 
 def test_placement_gives_both_sides_the_same_nccl(monkeypatch):
     """NCCL joins no two processes that differ in these; SGLang sets them where they are unset, verl does not."""
-    config = load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda"])
+    config = loaded("actor_rollout_ref.model.path=m", "trainer.device=cuda")
     names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
     for value in (None, "1"):
         if value:
@@ -161,10 +161,8 @@ def test_placement_gives_ray_its_gpus_and_its_workers_nccl(machine, monkeypatch)
     """Also workers of a cluster's other machines, which have not the driver's environment."""
     machine(8)
     for address, expected in ((None, {"num_gpus": 2}), ("host:6379", {"address": "host:6379"})):
-        config = load_config(
-            ["actor_rollout_ref.model.path=m", "trainer.device=cuda", "trainer.n_gpus_per_node=2"]
-            + [f"ray_kwargs.ray_init.address={address}"] * bool(address)
-        )
+        joins = [f"ray_kwargs.ray_init.address={address}"] * bool(address)
+        config = loaded("actor_rollout_ref.model.path=m", "trainer.device=cuda", "trainer.n_gpus_per_node=2", *joins)
         for name, value in platform_variables(config).items():  # as the trainer does before
             monkeypatch.setenv(name, value)
         options = ray_options(config)
@@ -178,7 +176,7 @@ def test_placement_gives_ray_its_gpus_and_its_workers_nccl(machine, monkeypatch)
 def test_placement_decides_the_buckets_of_a_push_by_device(device, megabytes):
     bucket = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
     for overrides, expected in (([], megabytes), ([f"{bucket}=100"], 100)):
-        config = load_config(["actor_rollout_ref.model.path=m", f"trainer.device={device}", *overrides])
+        config = loaded("actor_rollout_ref.model.path=m", f"trainer.device={device}", *overrides)
         fill_in(config)
         assert OmegaConf.select(config, bucket) == expected and config.inference.colocated is False
         assert config.actor_rollout_ref.model.enable_gradient_checkpointing is True
@@ -186,7 +184,7 @@ def test_placement_decides_the_buckets_of_a_push_by_device(device, megabytes):
 
 def test_placement_flags_for_nccl_on_one_side_are_refused(monkeypatch):
     def check(*overrides):
-        check_config(load_config(["actor_rollout_ref.model.path=m", "trainer.device=cuda", *overrides]))
+        check_config(loaded("actor_rollout_ref.model.path=m", "trainer.device=cuda", *overrides))
 
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
@@ -243,7 +241,7 @@ def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(machine, model_path, mo
     with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
         check_saver(python)
     options = ["trainer.device=cuda", "inference.colocated=true", f"inference.python={python}"]
-    config = load_config([f"actor_rollout_ref.model.path={model_path}", *options])
+    config = loaded(f"actor_rollout_ref.model.path={model_path}", *options)
     with pytest.raises(LaunchError, match=r"has no library for CUDA 99.0"):
         check_start(run_of(config, tmp_path))
     (packages / "torch/version.py").write_text("cuda = None\n")
@@ -320,7 +318,7 @@ ENVIRONMENT_BY_RAY = "environment.placement=ray"
     ],
 )
 def test_placement_of_environments_is_refused_by_name(overrides, message):
-    config = load_config([GSM8K, ENVIRONMENT_BY_RAY, *overrides])
+    config = loaded(GSM8K, ENVIRONMENT_BY_RAY, *overrides)
     with pytest.raises(ConfigurationError, match=message) if message else contextlib.nullcontext():
         check_environments_placement(config, environment_specs(config).values())
 
@@ -341,7 +339,7 @@ def test_placement_of_replicas_is_by_ray_on_a_cluster(monkeypatch, overrides, pl
     """With which the services listen where its nodes reach them: at this machine's address on the way to the head."""
     asked = []
     monkeypatch.setattr(hosts, "address_towards", lambda url: asked.append(url) or "10.0.0.1")
-    config = load_config([GSM8K, *overrides])
+    config = loaded(GSM8K, *overrides)
     [*_, spec] = environment_specs(config).values()
     assert spec.placement == placement and asked == ["http://head:6379"] * (placement == "ray")
     assert {config.api.host, config.inference.host} == {"10.0.0.1" if asked else "127.0.0.1"}
@@ -359,7 +357,7 @@ def test_placement_on_the_head_itself_takes_its_default_route(monkeypatch, head)
 def test_gpu_memory_is_measured_before_the_trainer_takes_some(colocated, machine, tmp_path, monkeypatch):
     machine(2)
     order = []
-    config = load_config(["preset=demo", "trainer.device=cuda", f"inference.colocated={str(colocated).lower()}"])
+    config = loaded("preset=demo", "trainer.device=cuda", f"inference.colocated={str(colocated).lower()}")
 
     async def planned(run):
         return InferenceServices(plan_servers(run), "http://127.0.0.1:9", "key")

@@ -6,7 +6,8 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from helpers.trainer import changed_config, compose_config
+from helpers.configs import changed_config
+from helpers.trainer import compose_config
 from recipe.atropos.config.preflight import REJECTION_STATISTICS, check_config, correction_rules
 from recipe.atropos.errors import ConfigurationError
 

@@ -11,11 +11,11 @@ import aiohttp
 import pytest
 from atroposlib.envs.base import APIServerConfig
 
+from helpers.configs import loaded
 from helpers.runs import run_of
 from helpers.squatter import NOBODY, needs_root, squats, squatted
 from helpers.waiting import until
 from recipe.atropos.adapter.recorded_calls import client_of
-from recipe.atropos.config.compose import load_config
 from recipe.atropos.errors import ConfigurationError, LaunchError
 from recipe.atropos.inference.client import SGLangClient
 from recipe.atropos.inference.gateway_client import GatewayClient, gateway_command
@@ -47,7 +47,7 @@ def answers(url):
 @pytest.mark.parametrize("name", ["api", "gateway"])
 def test_squat_of_a_port_fails_before_and_after_its_service(name, tmp_path):
     """The launcher holds it, before the service is started and while it is restarted; connections are refused."""
-    config = load_config(["preset=demo", f"api.port={free_port()}"])
+    config = loaded("preset=demo", f"api.port={free_port()}")
     run = run_of(config, tmp_path)
     if name == "api":
         command, url = api_command(run)
@@ -112,7 +112,7 @@ def test_squat_of_the_apis_default_port_gets_no_key_from_a_view(tmp_path, monkey
 def test_squat_of_a_starting_server_ends_the_launch(tmp_path):
     """At once, with the port and the user, though the server itself would notice only when its model is loaded."""
     port = free_port()
-    config = load_config(["preset=demo"])
+    config = loaded("preset=demo")
     run = run_of(config, tmp_path)
     launch = SGLangLaunch("m", port=port, api_key=run.api_key)
     with sockets.reserve("127.0.0.1", gate := free_port(), "inference.gateway_port") as run.reserved["gateway"]:

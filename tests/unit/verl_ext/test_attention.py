@@ -28,7 +28,7 @@ def installed(request, monkeypatch):
 
 
 def chosen(*overrides):
-    config = load_decided(["actor_rollout_ref.model.path=m", *overrides])
+    config = load_decided("actor_rollout_ref.model.path=m", *overrides)
     told = set_attention(config)
     return config.actor_rollout_ref.model.override_config.attn_implementation, told
 
@@ -68,7 +68,7 @@ def test_attention_with_kernels_that_break_models_is_refused(monkeypatch, versio
 )
 def test_attention_decides_the_tokens_of_a_micro_batch(installed, overrides, flash, plain):
     """Also of the logprobs', which refer to them; what is given stays."""
-    config = load_decided(["actor_rollout_ref.model.path=m", *overrides])
+    config = load_decided("actor_rollout_ref.model.path=m", *overrides)
     set_attention(config)
     parts = config.actor_rollout_ref
     found = (parts.rollout.log_prob_max_token_len_per_gpu, parts.ref.log_prob_max_token_len_per_gpu)

@@ -124,7 +124,7 @@ class _Group:
 
     def __init__(self, name: str, urls: list[str], process_group: dist.ProcessGroup, store: dist.TCPStore):
         self.name, self.urls, self.version = name, urls, ""
-        self.process_group: dist.ProcessGroup | None = process_group
+        self._process_group: dist.ProcessGroup | None = process_group
         self._store: dist.TCPStore | None = store
 
     @classmethod
@@ -199,12 +199,16 @@ class _Group:
         """Broadcast from this rank to all; blocks."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self.process_group.broadcast([flat.view(torch.uint8)], options).wait()
+        self._process_group.broadcast([flat.view(torch.uint8)], options).wait()
+
+    def abort(self) -> None:
+        """Abort a broadcast that a server does not take part in."""
+        self._process_group.abort()
 
     def destroy(self) -> None:
         """Destroy the group; gloo closes the connections once nothing refers to it."""
-        dist.destroy_process_group(self.process_group)
-        self.process_group = self._store = None
+        dist.destroy_process_group(self._process_group)
+        self._process_group = self._store = None
 
 
 async def _abandon(
@@ -230,7 +234,7 @@ async def _both(posts: Awaitable[None], broadcast: Awaitable[None], group: _Grou
     try:
         await asyncio.gather(*tasks)
     except BaseException as error:
-        group.process_group.abort()  # a server does not take part
+        group.abort()
         await asyncio.wait(tasks, timeout=_ABANDON_SECONDS)
         tasks[0].cancel()
         tasks[1].add_done_callback(_retrieve_exception)

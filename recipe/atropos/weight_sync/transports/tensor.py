@@ -20,7 +20,6 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,12 +123,12 @@ def _handles(bucket: Bucket) -> str:
     SGLang unpickles only types that it knows, and reads these attributes of an entry (read in 0.5.23, utils/common.py
     and weight_updater.py). Offsets count elements of the bucket, which holds a single dtype.
     """
-    sizes = [shape.numel() for shape in bucket.shapes]
-    places = zip(bucket.names, bucket.shapes, sizes, accumulate(sizes), strict=True)
-    entries = [
-        SimpleNamespace(name=name, shape=shape, dtype=bucket.flat.dtype, start_idx=end - size, end_idx=end, numel=size)
-        for name, shape, size, end in places
-    ]
+    entries, place = [], 0
+    for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+        size = shape.numel()
+        where = {"start_idx": place, "end_idx": place + size, "numel": size}
+        entries.append(SimpleNamespace(name=name, shape=shape, dtype=bucket.flat.dtype, **where))
+        place += size
     written = io.BytesIO()
     _HandlePickler(written).dump({"flattened_tensor": bucket.flat, "metadata": entries})
     return base64.b64encode(written.getvalue()).decode()
