@@ -1,18 +1,6 @@
-"""Programs of the tests of ``environments.program``: agents as functions, and scores."""
-
-import asyncio
+"""Programs of the tests of ``environments.program``: agents as functions."""
 
 from openai import AsyncOpenAI
-
-
-async def asks_twice(item, base_url, api_key):
-    """An agent of two turns, whose reward is in the item."""
-    client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key)
-    messages = [{"role": "user", "content": item["question"]}]
-    for _ in range(2):
-        reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=6)
-        messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
-    return {"reward": item["reward"], "metrics": {"asked": 2.0}}
 
 
 async def adds(item, base_url, api_key):
@@ -28,18 +16,6 @@ async def adds(item, base_url, api_key):
         then = [{"role": "tool", "tool_call_id": call.id, "content": "19"} for call in said.tool_calls or ()]
         messages += [said.model_dump(exclude_none=True), *(then or [{"role": "user", "content": "and"}])]
     return item.get("reward")
-
-
-async def fails(item, base_url, api_key):
-    raise RuntimeError("the agent's own fault")
-
-
-async def hangs(item, base_url, api_key):
-    await asyncio.sleep(600)
-
-
-def score(item, output):
-    return float(len(output.split()))
 
 
 async def compacts(item, base_url, api_key):

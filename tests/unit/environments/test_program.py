@@ -305,9 +305,6 @@ def test_program_items_that_are_held_out_are_not_trained_on():
     assert (again, held_out) == (train[::-1], test[::-1])
     assert [*map(len, parted(ProgramEnvConfig(), items[:2], None))] == [1, 1]
     assert parted(ProgramEnvConfig(train_size=1, eval_size=1), items, items) == (items[:1], items[:1])
-
-
-def test_program_items_of_which_none_can_be_held_out_are_refused():
     message = r"the items are 3 times \{'a': 1\}: none can be held out; give others for evaluation with --env.held_out"
     with pytest.raises(ConfigurationError, match=message):
         parted(ProgramEnvConfig(), [{"a": 1}] * 3, None)
