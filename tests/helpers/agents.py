@@ -1,14 +1,27 @@
-"""Programs of the tests of ``environments.program``: agents as functions."""
+"""The environment of programs over a session server, and agents as functions."""
+
+import json
 
 from openai import AsyncOpenAI
+
+from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
+
+
+def program_env(folder, model, sessions, items, adapted=lambda environment: environment, **fields):
+    """``ProgramEnv`` in groups of two, one session at a time, by default; it holds no item out."""
+    path = folder / "items.jsonl"
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    _, [handle] = ProgramEnv.config_init()
+    handle.model_name = str(model)
+    common = {"tokenizer_name": str(model), "items": str(path), "held_out": str(path), "sessions_url": sessions.url}
+    config = ProgramEnvConfig(**common, use_wandb=False, **{"group_size": 2, "parallel": 1} | fields)
+    return adapted(ProgramEnv)(config, [handle], slurm=False)
 
 
 async def adds(item, base_url, api_key):
     """An agent with a tool, of as many turns as its item says; the reward may be missing."""
-    client, messages = (
-        AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key),
-        [{"role": "user", "content": "12 and 7"}],
-    )
+    client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key=api_key)
+    messages = [{"role": "user", "content": "12 and 7"}]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     for _ in range(item["turns"]):
         reply = await client.chat.completions.create(model="policy", messages=messages, tools=tools)
