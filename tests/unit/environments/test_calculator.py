@@ -152,7 +152,6 @@ def test_only_what_the_last_turn_boxes_counts(env, node):
     nodes = [node(env, r"\boxed{7} <call>1+1</call>", "two"), node(env, "<call>1+1</call>", r"\boxed{7}")]
     group = asyncio.run(env.score({"question": "?", "answer": "#### 7"}, nodes))
     assert group["scores"] == [-1.0, 1.0]
-    assert group["tokens"] == [n.tokens for n in nodes] and group["masks"] == [n.masked_tokens for n in nodes]
 
 
 def test_calculator_turns_share_the_room_for_tokens(env, node):
