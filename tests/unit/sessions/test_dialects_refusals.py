@@ -9,15 +9,7 @@ from recipe.atropos.sessions.dialects import anthropic, chat, completions, gener
 from recipe.atropos.sessions.messages import RequestError
 
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-_SAMPLING = {
-    "temperature": 1.0,
-    "top_k": 1,
-    "seed": 1,
-    "stop": ["a"],
-    "stop_token_ids": [1],
-    "ignore_eos": True,
-    "n": 1,
-}
+_SAMPLING = {"temperature": 1, "top_k": 1, "seed": 1, "stop": ["a"], "stop_token_ids": [1], "ignore_eos": True, "n": 1}
 _SCHEMA = {"type": "object"}
 FULL = {  # a request of each dialect with most of its fields
     chat: {

@@ -55,16 +55,9 @@ def test_the_client_of_renderers_reads_the_tokens(name):
     async def call():
         http = httpx2.AsyncClient(transport=httpx2.MockTransport(handle))
         async with openai.AsyncOpenAI(api_key="key", base_url="http://session/v1", http_client=http) as client:
-            return await ask(
-                client=client,
-                renderer=renderer,
-                messages=[],
-                model="policy",
-                prompt_ids=[5, 6, 7],
-                sampling_params={"temperature": 1.0, "max_tokens": 4, "seed": 1, "n": 1},
-                cache_salt="3",
-                max_prompt_len=100,
-            )
+            params = {"temperature": 1.0, "max_tokens": 4, "seed": 1, "n": 1}
+            given = {"messages": [], "model": "policy", "prompt_ids": [5, 6, 7], "cache_salt": "3"}
+            return await ask(client=client, renderer=renderer, sampling_params=params, max_prompt_len=100, **given)
 
     found = asyncio.run(call())
     assert (found["request_id"], found["finish_reason"]) == ("a1b2", reply.finish)
