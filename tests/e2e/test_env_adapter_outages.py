@@ -36,14 +36,14 @@ async def test_adapted_env_outlives_the_api(make, tmp_path, caplog):
         env = make(api.url)
         async with managed(env) as manager:
             env.gates[1] = asyncio.Event()
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.3)
             assert not manager.done(), "the API has not come yet"
             trainer = ScriptedTrainer(api.start().url, BATCH, max_staleness=0)
             await until(lambda: env.report.counts["groups_sent"] == 2 and len(env.begun) == 3, manager)
             api.kill()
             number = env.env_id
             env.gates[1].set()
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.3)
             assert env.report.counts["groups_sent"] == 2 and not manager.done(), "kept"
             api.start()
             assert await trainer.next_batch(manager) == [0, 1, 2]
@@ -183,7 +183,7 @@ async def test_environment_that_sends_nothing_starts_items_slowly(api, make, mon
         env.faults = {number: [None] for number in range(10**5)}
         await until(lambda: env.report.counts["slowed_down"] and not env.workers, manager)
         begun = len(env.begun)
-        await asyncio.sleep(2)
+        await asyncio.sleep(0.5)
         assert len(env.begun) <= begun + 1, "at most the one that waited for its ticket"
         env.faults = {}
         await roll_out(env, 3)

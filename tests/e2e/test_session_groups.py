@@ -45,7 +45,7 @@ def ended(sessions, session, ask=True, **result):
     if ask:
         client = openai.OpenAI(base_url=f"{session['base_url']}/v1", api_key=session["api_key"])
         client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "sum"}])
-    return sessions.call("POST", f"/sessions/{session['id']}/reward", result)[1]
+    return sessions.reward(session, **result)[1]
 
 
 def test_session_group_that_cannot_be_stored_frees_its_ticket(sessions, api, monkeypatch):
@@ -117,7 +117,7 @@ def test_session_groups_repeat_what_fails_once(sessions, api):
     assert [group["scores"] for group in found] == [[0.0, 1.0]] * 3
     unheld = sessions.open(env="tool", group="its own name")
     ended(sessions, unheld, reward=1.0)
-    assert sessions.call("GET", f"/sessions/{unheld['id']}/rows")[0] == 200
+    assert sessions.rows(unheld)[0] == 200
     until(lambda: not sessions.server._sessions)  # nothing that has ended is kept in memory
     counts = sessions.counts("tool")
     assert [counts[name] for name in ("ended", "left_out", "failed/crashed")] == [13, 3, 3]
@@ -136,7 +136,7 @@ def test_session_groups_take_a_reward_after_a_limit(sessions, api):
     group = opened(sessions, limits={"turns": 1}, size=2)
     for session in group:
         exhausted(session)
-    time.sleep(2.0)
+    time.sleep(0.2)
     for number, session in enumerate(group):
         assert "again" not in ended(sessions, session, ask=False, reward=float(number))
     assert not released(sessions, api)
@@ -148,7 +148,7 @@ def test_session_groups_wait_for_a_repetition_at_its_limit(sessions, api):
     ended(sessions, first, reward=0.0)
     again = ended(sessions, second, end="crashed")["again"]
     ended(sessions, again, reward=1.0, turn_values=[0.0] * 7)  # is refused
-    time.sleep(2.5)
+    time.sleep(0.2)
     assert ended(sessions, again, ask=False, reward=1.0)["reward"] == 1.0
     assert not released(sessions, api)
     [session] = opened(sessions, limits={"turns": 1}, size=1)
@@ -279,12 +279,12 @@ def test_session_groups_of_equal_rewards_are_sent_for_credit(sessions, api):
 
 def half(item, text):
     """Values of a function that hangs at one item."""
-    time.sleep(3.0 * (item["question"] == "hang"))
+    time.sleep(1.0 * (item["question"] == "hang"))
     return 0.5
 
 
 def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
-    monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 0.5)
+    monkeypatch.setattr("recipe.atropos.credit.group._SECONDS", 0.3)
     restarted(sessions, credit=Credit(values=f"{__name__}:half"))
     for question in ("hang", "sum"):
         for number, session in enumerate(opened(sessions, size=6, item={"question": question})):
@@ -298,11 +298,11 @@ def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
 
 def test_session_groups_wait_for_tickets_at_once(sessions, api, monkeypatch):
     """Those of several environments; each is registered once."""
-    monkeypatch.setattr("recipe.atropos.sessions.groups._TICKET_SECONDS", 3.0)
+    monkeypatch.setattr("recipe.atropos.sessions.groups._TICKET_SECONDS", 1.0)
     while sessions.call("POST", "/groups", {"env": "tool", "size": 6})[0] == 200:
         pass
     started, asked = time.monotonic(), [{"env": env, "size": 1} for env in ("a", "a", "b", "c")]
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda body: sessions.call("POST", "/groups", body)[0], asked))
-    assert found == [503] * 4 and 3.0 <= time.monotonic() - started < 5.0
+    assert found == [503] * 4 and 1.0 <= time.monotonic() - started < 3.0
     assert len(api.get("/diagnose")["environments"]) == 4

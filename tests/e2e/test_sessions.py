@@ -1,7 +1,6 @@
 """Sessions on a real SGLang server: what is trained is what it sampled, whatever is killed."""
 
 import asyncio
-import json
 import os
 import shlex
 import signal
@@ -9,7 +8,6 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.agents import program_env
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.sglang import call
-from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
 from recipe.atropos.sessions.client import SessionClient
 from recipe.atropos.utils.process import free_port, start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
@@ -104,28 +102,22 @@ def test_session_survives_kills_of_its_server(model_path, sessions):
     check_logprobs(model_path, rows)
 
 
-@contextmanager
-def environment(model_path, server, sessions, monkeypatch, items, **fields):
-    """The environment of programs, without the adapter; a plain BaseEnv."""
-    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
-    path = sessions.folder / "items.jsonl"
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    _, [handle] = ProgramEnv.config_init()
-    handle.model_name, handle.base_url = str(model_path), f"{server}/v1"
-    config = ProgramEnvConfig(
-        tokenizer_name=str(model_path), items=str(path), held_out=str(path), sessions_url=sessions.url,
-        use_wandb=False, data_dir_to_save_evals=str(sessions.folder),
-        **{"group_size": 3, "max_tokens": 40, "max_token_length": 250} | fields,
-    )  # fmt: skip
-    yield ProgramEnv(config, [handle], slurm=False)
+@pytest.fixture
+def collected(monkeypatch):
+    """(group, counts) of an item of the environment of programs, without the adapter; a plain BaseEnv."""
 
+    def collected(model_path, sessions, item, **fields):
+        monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+        fields = {"group_size": 3, "parallel": None, "max_tokens": 40, "max_token_length": 250} | fields
+        env = program_env(sessions.folder, model_path, sessions, [item] * 2, **fields)
 
-def collected(env):
-    async def inner():
-        await env.setup()
-        return await env.collect_trajectories(await env.get_next_item())
+        async def collect():
+            await env.setup()
+            return await env.collect_trajectories(await env.get_next_item())
 
-    return asyncio.run(inner())[0]
+        return asyncio.run(collect())[0], env.report.counts
+
+    return collected
 
 
 PROGRAM = """
@@ -139,14 +131,12 @@ print(json.dumps({"reward": item["reward"]}))
 """
 
 
-def test_session_programs_give_a_group_of_what_was_sampled(model_path, server, sessions, monkeypatch):
+def test_session_programs_give_a_group_of_what_was_sampled(model_path, sessions, collected):
     command = f"{sys.executable} -c {shlex.quote(PROGRAM)}"
-    items = [{"question": "12 and 7?", "reward": 0.5}] * 2
-    with environment(model_path, server, sessions, monkeypatch, items, command=command) as env:
-        group = collected(env)
+    group, counts = collected(model_path, sessions, {"question": "12 and 7?", "reward": 0.5}, command=command)
     assert group["scores"] == [0.5] * 3
     trained = sum(mask != -100 for masks in group["masks"] for mask in masks)
-    assert (env.report.counts["sessions/sampled"], env.report.counts["sessions/retries"]) == (trained, 0)
+    assert (counts["sessions/sampled"], counts["sessions/retries"]) == (trained, 0)
     overrides = group["group_overrides"]
     assert (overrides["trajectory"], overrides["group_size"]) == ([0, 1, 2], 3)
     assert overrides["sampling_params"] == [[{"temperature": 1.0}]] * 3
@@ -154,7 +144,7 @@ def test_session_programs_give_a_group_of_what_was_sampled(model_path, server, s
 
 
 @pytest.mark.parametrize("name", ["solver.py", "tools_chat.py", "tools_messages.py", "tools_responses.py", "function"])
-def test_session_examples_are_rewarded_as_they_are(tmp_path, monkeypatch, name):
+def test_session_examples_are_rewarded_as_they_are(tmp_path, monkeypatch, collected, name):
     """Their clients and their calculator are real; the policy says what solves the problem."""
     command = {"command": f"{sys.executable} {EXAMPLES / name}"}
     way = {"agent": "openai_function:solve"} if name == "function" else command
@@ -164,15 +154,11 @@ def test_session_examples_are_rewarded_as_they_are(tmp_path, monkeypatch, name):
     policy = ScriptedPolicy(tokenizer, script=[CALL] * uses_tool + [r"\boxed{19}"])
     policy.split = lambda text: tokenizer.encode(text)
     with Sessions(tmp_path, policy) as sessions:
-        items = [{"question": "12 and 7?", "answer": "19"}] * 2
         fields = {"group_size": 1, "max_tokens": None, "max_token_length": 1000} | way
-        with environment(tmp_path / "model", sessions.url, sessions, monkeypatch, items, **fields) as env:
-            group = collected(env)
+        group, counts = collected(tmp_path / "model", sessions, {"question": "12 and 7?", "answer": "19"}, **fields)
     assert group["scores"] == [1.0]
-    assert [mask for mask in group["masks"][0] if mask != -100] == [
-        t for _, tokens, _ in policy.sampled for t in tokens
-    ]
-    counts = env.report.counts
+    trained = [mask for mask in group["masks"][0] if mask != -100]
+    assert trained == [token for _, tokens, _ in policy.sampled for token in tokens]
     assert (counts["sessions/turns"], counts["sessions/with_calls"]) == (1 + uses_tool, uses_tool)
 
 
@@ -203,23 +189,16 @@ def test_session_requests_wait_while_weights_are_pushed(model_path, server, sess
 
 
 @pytest.mark.parametrize(
-    ("fields", "item", "cause"),
+    ("fields", "cause"),
     [
-        ({"agent": "helpers.agents:fails"}, {}, "RuntimeError"),
-        ({"agent": "helpers.agents:hangs", "time_limit": 0.5}, {}, "seconds"),
-        ({"agent": "helpers.agents:asks_twice", "max_turns": 1}, {"question": "a", "reward": 1.0}, "turns"),
-        ({"command": "sh -c 'echo 1.5; exit 3'"}, {}, "exit_status"),
-        ({"command": "echo done"}, {}, "no_reward"),
-        ({"command": "echo 1.5"}, {}, "no_turn"),
-        ({"command": "sh -c 'sleep 321 & sleep 322'", "time_limit": 1.0}, {}, "seconds"),
+        ({"command": "echo done"}, "no_reward"),
+        ({"command": "echo 1.5"}, "no_turn"),
+        ({"command": "sh -c 'sleep 321 & sleep 322'", "time_limit": 1.0}, "seconds"),
     ],
 )
-def test_session_that_fails_is_repeated_once_and_left_out(
-    model_path, server, sessions, monkeypatch, fields, item, cause
-):
-    with environment(model_path, server, sessions, monkeypatch, [item] * 2, **fields) as env:
-        assert collected(env) is None
+def test_session_that_fails_is_repeated_once_and_left_out(model_path, sessions, collected, fields, cause):
+    group, counts = collected(model_path, sessions, {}, **fields)
     told = ("sessions/failed", "sessions/left_out", "sessions/ended")
-    counts = {name: n for name, n in env.report.counts.items() if name.startswith(told)}
+    counts = {name: n for name, n in counts.items() if group is None and name.startswith(told)}
     assert counts == {f"sessions/failed/{cause}": 6, "sessions/left_out": 3, "sessions/ended": 6}
     assert not [p for p in psutil.process_iter(["cmdline"]) if set(p.info["cmdline"] or ()) & {"321", "322"}]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
-from helpers.sampled import END, I, Scripted, make, merging_tokenizer, restored, trained
+from helpers.sampled import END, Scripted, make, merging_tokenizer, restored, trained
 from recipe.atropos.adapter.completion_cache import ITEM, CompletionCache, Item
 from recipe.atropos.adapter.restore import chat_templates_give_lists
 
@@ -99,31 +99,6 @@ def test_sampled_text_that_only_looks_merged_is_not_trained_on(tokenizer):
         posted = tokenize_for_trainer(tokenizer, [USER, {"role": "assistant", "content": "\n\nabdc"}])
         row, counts = restored(cache, posted["tokens"], posted["masks"])
         assert row.tokens == posted["tokens"] and not row.replies and counts == {"not_sampled": 1}
-
-
-class Blackjack(Scripted):
-    """Renders and posts as blackjack_env_thinking and rubiks_cube_environment do; the replies are hostile."""
-
-    async def collect_trajectories(self, item):
-        cache, rows = self._calls.caches["train"], []
-        prompt = np.array(rendered(self.tokenizer, [USER], "<think>\n", closed=True), np.int32)
-        for text in REPLIES:
-            reply_to(cache, prompt, text)
-        for text in REPLIES:
-            rows.append(tokenize_for_trainer(self.tokenizer, [USER, {"role": "agent", "content": f"<think>\n{text}"}]))
-        return self.group(rows), []
-
-
-def test_sampled_rows_of_blackjack_are_all_trained_on(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    env = make(Blackjack, tmp_path, group_size=len(REPLIES))
-    env.running_items["x"] = {"item": "item"}
-    asyncio.run(env.handle_env("x"))
-    group, origin = env.sent, env.sent["group_overrides"]
-    assert group["scores"] == [float(i) for i in range(len(REPLIES))]
-    for text, masks in zip(REPLIES, group["masks"], strict=True):
-        assert tokenizer.decode([mask for mask in masks if mask != I]) == f"{text}<|im_end|>"
-    assert origin["policy_version_min"] == [3] * len(REPLIES) and origin["policy_version_max"] == [4] * len(REPLIES)
 
 
 def test_sampled_replies_without_their_thinking_are_counted(tokenizer, tmp_path):

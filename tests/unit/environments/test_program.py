@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from helpers.agents import adds
+from helpers.agents import adds, program_env
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.squatter import needs_root
 from recipe.atropos.adapter.recorded_calls import cause_of
@@ -36,17 +36,10 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
     if "command" not in fields:
         fields = {"agent": "helpers.agents:adds", **fields}
     monkeypatch.setenv(API_KEY_VARIABLE, Sessions.KEY)
-    tokenizer, items = chat_tokenizer(), tmp_path / "items.jsonl"
+    tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
-    items.write_text(json.dumps(item) + "\n" + json.dumps(item))
-    _, [handle] = ProgramEnv.config_init()
-    handle.model_name = str(tmp_path / "model")
     with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=list(replies))) as sessions:
-        config = ProgramEnvConfig(
-            tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
-            sessions_url=sessions.url, use_wandb=False, parallel=1, **fields,
-        )  # fmt: skip
-        env = ProgramEnv(config, [handle], slurm=False)
+        env = program_env(tmp_path, tmp_path / "model", sessions, [item] * 2, **fields)
 
         async def collect():
             await env.setup()
@@ -54,11 +47,9 @@ def counted(tmp_path, monkeypatch, item, replies, **fields):
             await env.collect_trajectories(await env.get_next_item())
 
         asyncio.run(collect())
-    assert (
-        env.report.metrics()["env/turns"] == env.report.counts["sessions/turns"] / env.report.counts["sessions/ended"]
-    )
-    found = {name: n for name, n in env.report.counts.items() if name.startswith("sessions/")}
-    return {name.removeprefix("sessions/"): n for name, n in found.items()}
+    counts = env.report.counts
+    assert env.report.metrics()["env/turns"] == counts["sessions/turns"] / counts["sessions/ended"]
+    return {name.removeprefix("sessions/"): n for name, n in counts.items() if name.startswith("sessions/")}
 
 
 def test_program_that_always_fails_is_told_with_its_cause():
@@ -305,9 +296,6 @@ def test_program_items_that_are_held_out_are_not_trained_on():
     assert (again, held_out) == (train[::-1], test[::-1])
     assert [*map(len, parted(ProgramEnvConfig(), items[:2], None))] == [1, 1]
     assert parted(ProgramEnvConfig(train_size=1, eval_size=1), items, items) == (items[:1], items[:1])
-
-
-def test_program_items_of_which_none_can_be_held_out_are_refused():
     message = r"the items are 3 times \{'a': 1\}: none can be held out; give others for evaluation with --env.held_out"
     with pytest.raises(ConfigurationError, match=message):
         parted(ProgramEnvConfig(), [{"a": 1}] * 3, None)

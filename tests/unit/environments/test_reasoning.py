@@ -113,18 +113,11 @@ def test_a_task_or_setting_that_is_not_there_is_refused_by_name(task, settings, 
 )
 def test_reasoning_reads_answers_and_runs_none(task, tmp_path):
     """Each task's own answer keeps its full score."""
-    train, mark = dataset(task, "{}", 12, 0), tmp_path / "written"
-    for problem in [train[i] for i in range(12)]:
+    train, mark = dataset(task, "{}", 6, 0), tmp_path / "written"
+    for problem in [train[i] for i in range(6)]:
         assert score(train, f"<answer>{problem['answer']}</answer>", problem) == 1
-    for answer in (
-        f"[open('{mark}', 'w').write('x')]",
-        "9**9**9",
-        "exit()",
-        "factorial(10**9)",
-        "x.y",
-        "{[1]: 2}",
-        "(" * 999,
-    ):
+    hostile = f"[open('{mark}', 'w').write('x')]", "9**9**9", "exit()", "factorial(10**9)", "x.y", "{[1]: 2}", "(" * 999
+    for answer in hostile:
         assert score(train, f"<answer>{answer}</answer>", train[0]) < 0.1
     assert not mark.exists()
 
@@ -135,37 +128,18 @@ def test_reasoning_reads_a_list_where_a_task_takes_one():
     assert score(train, f"<answer>{as_list}</answer>", train[0]) == 0.1
 
 
-@pytest.mark.parametrize(
-    ("answer", "read"),
-    [
-        ("X**2 / 2 - 3*Integral(sin(X), X) + C", True),
-        ("0.5*X**(3/2) + X**-1 + log(Abs(cos(2*X)))", True),
-        ("X**X", False),
-        ("X**65", False),
-        ("(X**9)**9", False),
-        ("X**(1/65)", False),
-        ("X**(1/0)", False),
-        ("10**65", False),
-        ("1" * 65, False),
-        ("1e400", False),
-        ("1" + "+1" * 1000, False),
-        ("X*Integral(sin(X), X)", False),
-        ("sin(exp(9))", False),
-        ("'X'", False),
-        ("5!", False),
-        ("[X]", False),
-        ("sin", False),
-        ("sin()", False),
-        ("sin(X, evaluate=False)", False),
-        ("gamma(X)", False),
-        ("X.diff(X)", False),
-        ("(X + Y)**2", False),
-    ],
-)
-def test_reasoning_reads_plain_expressions_alone(answer, read):
+PLAIN = ["X**2 / 2 - 3*Integral(sin(X), X) + C", "0.5*X**(3/2) + X**-1 + log(Abs(cos(2*X)))"]
+OTHERS = (
+    "X**X X**65 (X**9)**9 X**(1/65) X**(1/0) 10**65 1e400 X*Integral(sin(X),X) sin(exp(9)) 'X' 5! [X] sin sin() "
+    "sin(X,evaluate=False) gamma(X) X.diff(X) (X+Y)**2"
+).split()
+
+
+@pytest.mark.parametrize("answer", [*PLAIN, *OTHERS, "1" * 65, "1" + "+1" * 1000])
+def test_reasoning_reads_plain_expressions_alone(answer):
     """What is cheap to work out, as far as that can be seen."""
     scorer = dataset("simple_integration", "{}", 1, 0).score_answer
-    assert is_plain(answer, {"answer": "X**3 / 3 + C", "metadata": {"integrand": "X**2"}}, scorer) == read
+    assert is_plain(answer, {"answer": "X**3 / 3 + C", "metadata": {"integrand": "X**2"}}, scorer) == (answer in PLAIN)
     assert is_plain("exp(X)", {"answer": "X", "metadata": {}}, scorer) is False
 
 

@@ -3,10 +3,12 @@
 import asyncio
 import math
 import random
+import threading
 
 import gem
 import numpy as np
 import pytest
+from atroposlib.envs.base import BaseEnvConfig
 from gem.utils.constants import TERMINAL_STATE
 
 from helpers.environments import guess_env
@@ -14,6 +16,7 @@ from helpers.gem import FIRST, GSM8K, GUESS, SEEDED, SUMS, count_tasks, tasks, t
 from recipe.atropos.adapter.loading import EnvironmentTargetError
 from recipe.atropos.environments.word_problems import SYNTHETIC, gold_answer, load_problems
 from recipe.atropos.gem import env as gem_env
+from recipe.atropos.gem import stepped_env
 from recipe.atropos.gem.env import AtroposEnv, NeverScored, register
 from recipe.atropos.gem.outer_policy import OuterPolicyServer
 
@@ -324,6 +327,19 @@ def test_gem_environments_made_alike_share_their_items(tokenizer):
     assert [env.step(str(i + 1))[2] for i, env in enumerate(ones)] == [True] * 3  # numbers 1, 2 and 3
     for env in ones + others:
         env.close()
+
+
+def test_gem_environments_of_other_options_are_not_shared(monkeypatch):
+    """A mapping in another order is the same; a number without an end is not none."""
+
+    class Config(BaseEnvConfig):
+        most: float | None = None
+        options: dict = {}
+
+    monkeypatch.setattr(stepped_env, "SteppedEnvironment", lambda *_: threading.Event())
+    given = ({"most": math.inf}, {}, {"options": {"a": 1, "b": 2}}, {"options": {"b": 2, "a": 1}})
+    found = [stepped_env.shared_environment(guess_env.GuessEnv, Config(**fields)) for fields in given]
+    assert found[2] is found[3] and len({*map(id, found)}) == 3
 
 
 # ---------------------------------------------------------------------- ends

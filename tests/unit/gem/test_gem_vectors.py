@@ -8,8 +8,7 @@ from gem.envs.registration import make_vec
 from gem.tools.tool_env_wrapper import ToolEnvWrapper
 from gem.wrappers.wrapper_factory import get_wrapper_fns
 
-from helpers.gem import FIRST, GSM8K, GUESS, tasks, threads, until
-from recipe.atropos.environments.word_problems import SYNTHETIC
+from helpers.gem import FIRST, GUESS, tasks, threads, until
 from recipe.atropos.gem.env import register
 
 
@@ -50,18 +49,6 @@ def test_gem_vectorized_environments_run_48_at_once(tokenizer, async_mode):
     del vector, info, infos
     assert until(lambda: not threads() and threading.active_count() <= before[1])
     assert len(os.listdir("/proc/self/fd")) <= before[0]
-
-
-def test_gem_vector_of_seeded_environments_has_own_problems(tokenizer):
-    register(GSM8K)
-    config = {"dataset_name": SYNTHETIC, "train_size": 50, "eval_size": 4}
-    arguments = {"tokenizer": tokenizer.name_or_path, "config": config}
-    vector = make_vec([f"atropos:{GSM8K}"] * 16, async_mode=True, seed=3, **arguments)
-    observations, _ = vector.reset()
-    assert len(set(observations)) > 10 and vector.reset(seed=3)[0] == observations
-    _, rewards, terminated, _, infos = vector.step(["no"] * 16)
-    assert set(rewards) == {-1.0} and terminated.all()
-    assert all(info["last_episode"]["scores"] == [-1.0] for info in infos)
 
 
 def test_gems_wrappers_see_a_conversation(tokenizer):

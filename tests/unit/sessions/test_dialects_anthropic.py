@@ -85,14 +85,10 @@ def test_errors_raise_in_anthropics_client():
     with pytest.raises(sdk.APIStatusError, match="no server is left"):
         with client.messages.stream(**ASK) as stream:
             stream.get_final_message()
-    types = {status: error_body(status, "m")["error"]["type"] for status in (400, 401, 404, 500, 503)}
-    assert types == {
-        400: "invalid_request_error",
-        401: "authentication_error",
-        404: "not_found_error",
-        500: "api_error",
-        503: "overloaded_error",
-    }
+    found = [error_body(status, "m")["error"]["type"] for status in (400, 401, 404, 500, 503)]
+    assert found == [
+        f"{kind}_error" for kind in ("invalid_request", "authentication", "not_found", "api", "overloaded")
+    ]
 
 
 def test_counting_needs_neither_a_limit_nor_a_last_question():

@@ -139,17 +139,8 @@ def test_choice_of_tools_says_what_must_be_called(choice, call):
 def test_chat_parameters_become_sglangs():
     given = {"temperature": 0.5, "top_p": 1, "top_k": 0, "seed": 7, "min_tokens": 2, "stop": "END", "ignore_eos": True}
     asked = chat.read({**ASK, **given, "max_tokens": 9, "max_completion_tokens": 8, "stop_token_ids": [3]})
-    assert asked.sampling == {
-        "temperature": 0.5,
-        "top_p": 1,
-        "top_k": -1,
-        "sampling_seed": 7,
-        "min_new_tokens": 2,
-        "stop": ["END"],
-        "ignore_eos": True,
-        "max_new_tokens": 8,
-        "stop_token_ids": [3],
-    }
+    own = {"sampling_seed": 7, "min_new_tokens": 2, "max_new_tokens": 8, "stop": ["END"], "stop_token_ids": [3]}
+    assert asked.sampling == {"temperature": 0.5, "top_p": 1, "top_k": -1, "ignore_eos": True} | own
     neutral = {"n": 1, "response_format": {"type": "text"}, "modalities": ["text"], "logit_bias": {}, "stop": None}
     assert chat.read({**ASK, **neutral, "user": "ann", "store": True, "temperature": None}).sampling == {}
     asked = chat.read({**ASK, "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"})

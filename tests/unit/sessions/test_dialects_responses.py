@@ -117,19 +117,12 @@ def test_items_of_several_turns_stay_apart():
 
 def test_response_parameters_become_sglangs():
     more = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "truncation": "auto", "include": ["x"]}
-    asked = responses.read(
-        {
-            **ASK,
-            **more,
-            "instructions": "Be brief.",
-            "previous_response_id": "resp_a1b2",
-            "max_output_tokens": 9,
-            "reasoning": {"effort": "low", "summary": "auto"},
-            "text": {"format": {"type": "text"}, "verbosity": "low"},
-            "tools": [TOOL],
-            "stream": True,
-        }
-    )
+    more |= {
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+    }
+    more |= {"instructions": "Be brief.", "previous_response_id": "resp_a1b2", "max_output_tokens": 9}
+    asked = responses.read({**ASK, **more, "tools": [TOOL], "stream": True})
     assert asked.messages == [
         {"role": "system", "content": "Be brief.", "instructions": True},
         {"role": "user", "content": "2 + 2?"},

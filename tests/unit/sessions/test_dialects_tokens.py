@@ -20,15 +20,9 @@ def test_generate_answers_as_sglang_does(name):
     found = generate.answer(asked, reply)
     finish = {"text": {"type": "stop", "matched": 12}, "cut": {"type": "length", "length": 2}}
     assert (found["text"], found["output_ids"]) == (reply.content, reply.tokens)
-    assert found["meta_info"] == {
-        "id": "a1b2",
-        "finish_reason": finish.get(name, {"type": "stop", "matched": "END"}),
-        "prompt_tokens": 3,
-        "completion_tokens": 2,
-        "weight_version": "3",
-        "weight_versions": reply.versions,
-        "output_token_logprobs": [[-0.5, 11, None], [-1.25, 12, None]],
-    }
+    expected = {"id": "a1b2", "finish_reason": finish.get(name, {"type": "stop", "matched": "END"})}
+    expected |= {"prompt_tokens": 3, "completion_tokens": 2, "weight_version": "3", "weight_versions": reply.versions}
+    assert found["meta_info"] == expected | {"output_token_logprobs": [[-0.5, 11, None], [-1.25, 12, None]]}
     assert data_of(generate.events(asked, reply)) == [found, "[DONE]"]
     assert "output_token_logprobs" not in generate.answer(generate.read({"text": "a"}), reply)["meta_info"]
 
@@ -55,16 +49,9 @@ def test_the_client_of_renderers_reads_the_tokens(name):
     async def call():
         http = httpx2.AsyncClient(transport=httpx2.MockTransport(handle))
         async with openai.AsyncOpenAI(api_key="key", base_url="http://session/v1", http_client=http) as client:
-            return await ask(
-                client=client,
-                renderer=renderer,
-                messages=[],
-                model="policy",
-                prompt_ids=[5, 6, 7],
-                sampling_params={"temperature": 1.0, "max_tokens": 4, "seed": 1, "n": 1},
-                cache_salt="3",
-                max_prompt_len=100,
-            )
+            params = {"temperature": 1.0, "max_tokens": 4, "seed": 1, "n": 1}
+            given = {"messages": [], "model": "policy", "prompt_ids": [5, 6, 7], "cache_salt": "3"}
+            return await ask(client=client, renderer=renderer, sampling_params=params, max_prompt_len=100, **given)
 
     found = asyncio.run(call())
     assert (found["request_id"], found["finish_reason"]) == ("a1b2", reply.finish)

@@ -2,19 +2,20 @@
 
 import asyncio
 import json
+from functools import partial
 
 import numpy as np
 import orjson
 import pytest
 from openai import AsyncOpenAI
 
+from helpers.agents import program_env
 from helpers.sessions import ScriptedPolicy, Sessions, chat_tokenizer
 from helpers.waiting import until
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.credit.group import Credit, add_credit
 from recipe.atropos.credit.rules import Decisions, advantages
-from recipe.atropos.environments.program import ProgramEnv, ProgramEnvConfig
 from recipe.atropos.sessions.client import scored_group
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 
@@ -51,20 +52,14 @@ def sent(tmp_path, monkeypatch):
 
     def send(method="progress", **item):
         monkeypatch.setenv(API_KEY_VARIABLE, Sessions.KEY)
-        tokenizer, items = chat_tokenizer(), tmp_path / "items.jsonl"
+        tokenizer = chat_tokenizer()
         tokenizer.save_pretrained(tmp_path / "model")
-        items.write_text(f"{json.dumps(item)}\n" * 2)
-        _, [handle] = ProgramEnv.config_init()
-        handle.model_name = str(tmp_path / "model")
         credit = {"lam": 0.0} if method == "progress" else {"method": method}
         settings = AdapterSettings(credit=json.dumps(credit))
         with Sessions(tmp_path, ScriptedPolicy(tokenizer, script=[f"{n} is the sum" for n in range(40)])) as sessions:
-            config = ProgramEnvConfig(
-                tokenizer_name=handle.model_name, group_size=2, items=str(items), held_out=str(items),
-                sessions_url=sessions.url, use_wandb=False, parallel=1, agent=f"{__name__}:delegates",
-                data_path_to_save_groups=str(tmp_path / "sent.jsonl"),
-            )  # fmt: skip
-            env = adapt(ProgramEnv, settings=settings)(config, [handle], slurm=False)
+            fields = {"agent": f"{__name__}:delegates", "data_path_to_save_groups": str(tmp_path / "sent.jsonl")}
+            adapted = partial(adapt, settings=settings)
+            env = program_env(tmp_path, tmp_path / "model", sessions, [item] * 2, adapted, **fields)
 
             async def collect():
                 await env.setup()
