@@ -51,11 +51,7 @@ BAD = {  # fields, the reason, and what the message says
     "a NaN score": ({"scores": [1.0, NAN]}, "nonfinite_scores", "score 1 is nan"),
     "an infinite score": ({"scores": [float("inf"), 0]}, "nonfinite_scores", "score 0 is inf"),
     "a missing score": ({"scores": [None, 0]}, "nonfinite_scores", "score 0 is None"),
-    "a score beyond float32": (
-        {"scores": [1e155, 0]},
-        "nonfinite_scores",
-        "score 0 is 1e+155; it must be",
-    ),
+    "a score beyond float32": ({"scores": [1e155, 0]}, "nonfinite_scores", "score 0 is 1e+155; it must be"),
     "a score of text": ({"scores": ["1", 0]}, "nonfinite_scores", "score 0 is '1'"),
     "a huge score": ({"scores": [10**400, 0]}, "nonfinite_scores", "score 0 is 1000"),
     "short logprobs": ({"inference_logprobs": [[-1.0] * 3, [-1.0]]}, "unequal_lengths", "[1] has length 1"),
