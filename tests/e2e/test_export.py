@@ -74,9 +74,16 @@ def test_export_is_what_save_pretrained_writes(make_model, tmp_path, family, lor
     assert ours == theirs
 
 
-def test_export_has_tokenizer_template_and_generation_config(small_run, make_model, tmp_path):
+def test_export_has_tokenizer_templates_and_generation_config(small_run, make_model, tmp_path):
+    """And no weights but its own, wherever they are."""
     run, _ = small_run
+    templates = run.checkpoints / "global_step_3/actor/huggingface/additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("tools")
+    (templates / "model.safetensors").touch()
     export(arguments(run.path, "--out", tmp_path / "out"))
+    shutil.rmtree(templates)
+    assert [path.read_text() for path in (tmp_path / "out/additional_chat_templates").iterdir()] == ["tools"]
     ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", make_model("qwen2")))
     chat = [{"role": "user", "content": PROMPT}]
     assert ours.chat_template and ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
@@ -92,18 +99,6 @@ def test_export_loads_without_the_attention_of_the_training(make_model, tmp_path
     assert json.loads(saved.read_text())["attn_implementation"] == "flash_attention_2"
     export(arguments(run.path, "--out", tmp_path / "out"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config._attn_implementation == "sdpa"
-
-
-def test_export_keeps_chat_templates_in_folders(small_run, tmp_path):
-    """No weights, wherever they are."""
-    run, _ = small_run
-    templates = run.checkpoints / "global_step_3/actor/huggingface/additional_chat_templates"
-    templates.mkdir()
-    (templates / "tool_use.jinja").write_text("tools")
-    (templates / "model.safetensors").touch()
-    export(arguments(run.path, "--out", tmp_path / "out"))
-    shutil.rmtree(templates)
-    assert [path.read_text() for path in (tmp_path / "out/additional_chat_templates").iterdir()] == ["tools"]
 
 
 @pytest.mark.parametrize("when", ["before", "as_it_is_read"])

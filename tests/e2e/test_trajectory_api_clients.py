@@ -67,10 +67,7 @@ async def test_the_client_tells_why_it_was_refused(api, client):
     with pytest.raises(TrajectoryApiError, match="a group of 9 sequences") as refused:
         await client.post_groups([group(1, 9)])
     assert (refused.value.status, refused.value.reason) == (422, "larger_than_batch")
-    for fields, reason in (
-        ({"scores": [float("nan")] * 4}, "nonfinite_scores"),
-        ({"masks": None}, "unequal_lengths"),
-    ):
+    for fields, reason in (({"scores": [float("nan")] * 4}, "nonfinite_scores"), ({"masks": None}, "unequal_lengths")):
         with pytest.raises(RefusedGroup) as found:
             await client.post_groups([group(1) | fields])
         assert found.value.reason == reason

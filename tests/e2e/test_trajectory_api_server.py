@@ -2,8 +2,6 @@
 
 import concurrent.futures
 import json
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,8 +11,7 @@ from helpers.services import group
 from helpers.trajectory_api import ENVIRONMENT, REGISTRATION, numbers, running_trajectory_api
 from recipe.atropos.data.scored_group import unpack_all
 from recipe.atropos.trajectory_api import wire
-
-PROGRAM = [sys.executable, "-m", "recipe.atropos.trajectory_api"]
+from recipe.atropos.trajectory_api.__main__ import main
 
 
 @pytest.fixture
@@ -85,28 +82,6 @@ def test_a_key_is_stored_once(api):
     assert api.get("/status")["queue_size"] == 2
 
 
-def test_tickets_survive_a_restart_and_order_the_batches(api):
-    api.register(after=0, max_staleness=0)
-    env_id = api.post("/register-env", ENVIRONMENT)["env_id"]
-    first, second = (api.post("/begin", {"env_id": env_id})["ticket"] for _ in range(2))
-    refused = api.post("/begin", {"env_id": env_id})
-    assert refused["ticket"] is None and refused["retry_after"] > 0 and "may be in 1 at most" in refused["reason"]
-    api.restart()
-    assert api.post("/begin", {"env_id": env_id})["ticket"] is None
-    api.post("/scored_data", group(2) | {"env_id": env_id}, Atropos_Ticket=str(second))
-    assert api.batch("?after=0&wait=0.2") is None
-    assert api.post("/release", {"ticket": first, "reason": "equal_scores"}) == {"status": "released"}
-    assert api.post("/release", {"ticket": first}) == {"status": "not open"}
-    third = api.post("/begin", {"env_id": env_id})["ticket"]
-    assert third > second
-    api.post("/scored_data", group(3) | {"env_id": env_id}, Atropos_Ticket=str(third))
-    assert api.batch("?after=0") == [2, 3]
-    assert api.post("/begin", {"env_id": env_id})["ticket"] is None, "the weights are older"
-    api.post("/weights", {"through": 1})
-    assert api.post("/begin", {"env_id": env_id})["ticket"] > third
-    assert api.get("/diagnose")["counts"]["released/equal_scores"] == 1
-
-
 def test_tickets_of_a_gone_environment_are_released(tmp_path):
     with running_trajectory_api(tmp_path, impatient=True) as api:
         api.register(after=0, max_staleness=0)
@@ -117,25 +92,25 @@ def test_tickets_of_a_gone_environment_are_released(tmp_path):
         assert api.get("/diagnose")["counts"]["released/environment_gone"] == 1
 
 
-def test_export_and_import_give_the_same_batches(api, tmp_path):
+def test_export_and_import_give_the_same_batches(api, tmp_path, capsys):
+    data, exported, copied = (str(tmp_path / name) for name in ("data", "log.jsonl", "copy/data"))
+
+    def printed(*arguments):
+        main([*arguments])
+        return capsys.readouterr().out.splitlines()
+
     api.register(after=0)
     api.post_groups(*range(1, 6), messages=[[{"role": "user", "content": "é"}]])
     bodies = [api.session.get(f"{api.url}/batch?after={after}").content for after in (0, 1)]
-    run = {"check": True, "capture_output": True, "text": True}
-    listed = subprocess.run([*PROGRAM, "list", str(tmp_path / "data")], **run).stdout.splitlines()
-    assert [line.split()[0] for line in listed[1:]] == ["1", "2", "queued"]
-    subprocess.run([*PROGRAM, "export", str(tmp_path / "data"), str(tmp_path / "log.jsonl")], **run)
-    (tmp_path / "copy").mkdir()
-    subprocess.run([*PROGRAM, "import", str(tmp_path / "copy/data"), str(tmp_path / "log.jsonl")], **run)
-    shown = subprocess.run([*PROGRAM, "show", str(tmp_path / "copy/data"), "2"], **run).stdout
-    assert numbers(map(json.loads, shown.splitlines())) == [3, 4]
+    assert [line.split()[0] for line in printed("list", data)[1:]] == ["1", "2", "queued"]
+    printed("export", data, exported)
+    printed("import", copied, exported)
+    assert numbers(map(json.loads, printed("show", copied, "2"))) == [3, 4]
     with running_trajectory_api(tmp_path / "copy") as copy:
         copy.register(after=0)
         assert [copy.session.get(f"{copy.url}/batch?after={after}").content for after in (0, 1)] == bodies
-    again = subprocess.run(
-        [*PROGRAM, "import", str(tmp_path / "copy/data"), str(tmp_path / "log.jsonl")], capture_output=True, text=True
-    )
-    assert again.returncode == 1 and again.stderr.startswith("error: data-dir=")
+    with pytest.raises(SystemExit, match="^error: data-dir="):
+        printed("import", copied, exported)
 
 
 def test_damage_ends_the_server_with_its_reason(tmp_path):

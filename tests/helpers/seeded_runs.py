@@ -165,20 +165,6 @@ def truncation(run: Seeded) -> None:
     run.rewrite_rows(cut)
 
 
-def flat_reward(run: Seeded) -> None:
-    """Longer, because a reward is called flat late."""
-    once = run.lines
-    span = once[-1]["time"] - once[0]["time"] + 3.0
-    run.lines = [
-        line | {"step": line["step"] + 60 * n, "time": line["time"] + span * n} for n in range(5) for line in once
-    ]
-    run.set("total_training_steps", "300")
-    for at, line in enumerate(run.lines):
-        score = -0.15 + 0.08 * math.sin(2.3 * at) + 0.06 * math.sin(0.9 * at)
-        line |= {key: score for key in line if key.endswith(("mean_score", "mean_raw_score"))}
-    run.no_gain(-0.15)
-
-
 def stale_samples(run: Seeded) -> None:
     run.set("max_staleness", "null")
     run.no_gain()
@@ -191,18 +177,6 @@ def stale_samples(run: Seeded) -> None:
         row |= {"policy_version_min": version, "policy_version_max": version}
 
     run.rewrite_rows(aged)
-
-
-def entropy_collapsed(run: Seeded) -> None:
-    run.no_gain(-0.4)
-    for line in run.late:
-        line["actor/entropy"] *= math.exp(-0.25 * (line["step"] - FROM))
-        line["actor/grad_norm"] *= math.exp(-0.1 * (line["step"] - FROM))
-
-    def one_answer(row: dict[str, Any], place: int) -> None:
-        row |= {"output": "1 + 1 = 2 \\boxed{2}<|im_end|>", "score": -1.0, "raw_score": -1.0, "response_tokens": 14}
-
-    run.rewrite_rows(one_answer)
 
 
 def server_out_of_sync(run: Seeded) -> None:
@@ -234,9 +208,7 @@ FAULTS: dict[str, tuple[Callable[[Seeded], None], str]] = {  # by name: what is 
     "equal_groups": (equal_scores, "equal_scores"),
     "raising_environment": (environment_raises, "environment_raises"),
     "truncation": (truncation, "all_rows_clipped"),
-    "flat_reward": (flat_reward, "reward_flat"),
     "stale_samples": (stale_samples, "stale_samples"),
-    "collapsed_entropy": (entropy_collapsed, "entropy_collapsed"),
     "server_out_of_sync": (server_out_of_sync, "server_out_of_sync"),
 }
 

@@ -51,8 +51,8 @@ async def batches(service, *numbers):
     return [await delivery.numbered_batch(service, number, 0, None) for number in numbers]
 
 
-async def join(service, key=None, **fields):
-    message = EnvRegistration(100, "env", 1.0, 4, **fields)
+async def join(service, key=None, name="env", **fields):
+    message = EnvRegistration(100, name, 1.0, 4, **fields)
     return (await ingest.register_env(service, message, Caller(key=key)))["env_id"]
 
 

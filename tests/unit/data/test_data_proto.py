@@ -2,8 +2,10 @@
 
 import copy
 import math
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,46 +78,52 @@ def slow_reference(groups, limits, multiple_of):
 
 
 @st.composite
-def sequences(draw):
-    """(tokens, mask): any interleaving of trained and untrained spans, also without prompt or trained token."""
-    length = draw(st.integers(1, 14))
-    tokens = draw(st.lists(st.integers(0, 99), min_size=length, max_size=length))
-    trained = draw(st.lists(st.booleans(), min_size=length, max_size=length))
-    return tokens, [token if keep else IGNORED for token, keep in zip(tokens, trained, strict=True)]
-
-
-@st.composite
 def groups(draw):
-    rows = draw(st.lists(sequences(), min_size=1, max_size=5))
-    size, lengths = len(rows), [len(tokens) for tokens, _ in rows]
-    floats, valid_logprob = st.floats(-5, 5, width=32), st.floats(-9, 0, width=32)
-    logprob = st.one_of(valid_logprob, st.sampled_from([1.0, None]))
+    """Any interleaving of trained and untrained tokens, also without prompt or trained token.
 
-    def parallel(values):
-        return st.tuples(*(st.lists(values, min_size=n, max_size=n) for n in lengths)).map(list)
+    Only the form is Hypothesis' choice: drawing each value takes ten times as long.
+    """
+    lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=5))
+    rng, size = random.Random(draw(st.integers(0, 2**32))), len(lengths)
 
-    logprobs = st.none() | parallel(valid_logprob) | parallel(logprob)
-    not_given = st.sampled_from([None, []])
+    def choose(*options):
+        return draw(st.sampled_from(options))
+
+    def parallel(make):
+        return [[make() for _ in range(n)] for n in lengths]
+
+    def number(low, high):
+        return float(np.float32(rng.choice([low, high]) if rng.random() < 0.1 else rng.uniform(low, high)))
+
+    def logprob():
+        return number(-9, 0)
+
+    def any_logprob():
+        return rng.choice([1.0, None]) if rng.random() < 0.1 else logprob()
+
+    def logprobs():
+        return choose(None, parallel(logprob), parallel(any_logprob))
+
+    tokens, masks = parallel(lambda: rng.randrange(100)), []
+    for row in tokens:
+        trained = rng.choice([0.05, 0.5, 0.9])
+        masks.append([token if rng.random() < trained else IGNORED for token in row])
+    versions = {"policy_version_min": [*range(size)], "env_name": "e", "raw_scores": [7.0] * size}
     group = {
-        "tokens": [tokens for tokens, _ in rows],
-        "masks": [mask for _, mask in rows],
-        "scores": draw(st.lists(floats, min_size=size, max_size=size)),
-        "inference_logprobs": draw(logprobs | st.just([])),
-        "ref_logprobs": draw(logprobs),
-        "advantages": draw(not_given | parallel(floats)),
-        "overrides": draw(not_given | st.just([{"set_advantage_to_zero": i % 2 == 0} for i in range(size)])),
-        "env_id": draw(st.sampled_from([None, 0, 3])),
-        "distill_token_ids": draw(not_given),
+        "tokens": tokens,
+        "masks": masks,
+        "scores": [number(-5, 5) for _ in lengths],
+        "inference_logprobs": choose(logprobs(), []),
+        "ref_logprobs": logprobs(),
+        "advantages": choose(None, [], parallel(lambda: number(-5, 5))),
+        "overrides": choose(None, [], [{"set_advantage_to_zero": i % 2 == 0} for i in range(size)]),
+        "env_id": choose(None, 0, 3),
+        "distill_token_ids": choose(None, []),
+        "group_overrides": choose(None, {"set_advantage_to_zero": True}, versions, {"policy_version_max": [5] * size}),
     }
-    overrides = {"policy_version_min": [*range(size)], "env_name": "e", "raw_scores": [7.0] * size}
-    group["group_overrides"] = draw(
-        st.sampled_from([None, {"set_advantage_to_zero": True}, overrides, {"policy_version_max": [5] * size}])
-    )
-    if draw(st.booleans()):
-        top_k = draw(st.integers(1, 3))
-        candidates = st.lists(st.integers(0, 99), min_size=top_k, max_size=top_k, unique=True)
-        weights = st.lists(st.floats(-9, -1.25, width=32), min_size=top_k, max_size=top_k)
-        group |= {"distill_token_ids": draw(parallel(candidates)), "distill_logprobs": draw(parallel(weights))}
+    if top_k := choose(0, 0, 0, 1, 2, 3):
+        group["distill_token_ids"] = parallel(lambda: rng.sample(range(100), top_k))
+        group["distill_logprobs"] = parallel(lambda: [number(-9, -1.25) for _ in range(top_k)])
     return group
 
 
@@ -270,11 +278,6 @@ def test_a_teachers_untrained_positions_do_not_count():
         (teacher([[], [], [1, 2], [3]]), "ragged_distillation", "1 distill_token_ids and 2 distill_logprobs"),
         (teacher([[], [], [], []], [[], [], [], []]), "ragged_distillation", "0 distill_logprobs at position 2"),
         (
-            teacher([[], [], [1, 2], []], [[], [], [-1.0, -2.0], []]),
-            "ragged_distillation",
-            "0 distill_token_ids and 0 distill_logprobs at position 3, and 2 at its first trained one",
-        ),
-        (
             teacher([[], [], [1, 2], [3]], [[], [], [-1.0, -2.0], [-1.0]]),
             "ragged_distillation",
             "1 distill_token_ids and 1 distill_logprobs at position 3, and 2 at its first trained one",
@@ -292,11 +295,9 @@ def test_a_teachers_untrained_positions_do_not_count():
         (teacher([[], [], [3, -1], [3, 4]]), "foreign_tokens", "distill_token_ids[0] is -1 at position 2"),
         (teacher([[], [], [2**70, 4], [3, 4]]), "malformed", "distill_token_ids"),
         (teacher(logprobs=[[], [], [math.log(0.6), math.log(0.5)], [-1, -1]]), "invalid_distill_logprobs", "sum to"),
-        (teacher(logprobs=[[], [], [-1, -math.inf], [-1, -1]]), "invalid_distill_logprobs", "no JSON form"),
         ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
         ({"tokens": [[5, 6, 7, -1], [5, 6, 9]]}, "foreign_tokens", "token -1 at position 3"),
         ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores", "score 0 is 3.4"),
-        ({"ref_logprobs": [[-1.0] * 4] * 3}, "unequal_lengths", "3 ref_logprobs for 2 sequences"),
         ({"advantages": [0.5, 0.5]}, "malformed", "advantages[0] is not a flat list of numbers"),
         (
             {"inference_logprobs": [[1.0, 1.0, None, -1e39], [1.0, 1.0, -0.3]]},
@@ -307,7 +308,7 @@ def test_a_teachers_untrained_positions_do_not_count():
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
     ],
-    ids=range(25),
+    ids=range(22),
 )
 def test_group_that_cannot_be_trained_on_is_refused_and_counted(changes, reason, words):
     """The message names the group, and the first place. ``test_parsing`` has what is no group for the API either."""

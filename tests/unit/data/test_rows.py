@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from helpers.trainer import compose_config
+from helpers.trainer import changed_config, compose_config
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.data.reading import read_groups
@@ -95,7 +95,7 @@ def test_rows_that_were_dropped_are_described_for_an_error():
     assert describe_drops({}) == "no sequence came"
 
 
-@pytest.mark.parametrize(("loss_coef", "read_teacher"), [(0.0, False), (0.5, True), (2.0, True)])
+@pytest.mark.parametrize(("loss_coef", "read_teacher"), [(0.0, False), (0.5, True)])
 def test_rows_limits_have_the_keys_of_the_configuration(loss_coef, read_teacher):
     options = ["data.max_prompt_length=7", "data.max_response_length=9", "trainer.atropos.overlong=truncate"]
     options += [f"trainer.atropos.distillation.loss_coef={loss_coef}"]
@@ -135,8 +135,6 @@ def test_rows_have_spans_of_trained_tokens(trained, spans):
     ("overrides", "expected"),
     [
         ("max_staleness=-1", "max_staleness=-1: give 0 or more"),
-        ("max_staleness=1.5", "max_staleness=1.5: give a whole number"),
-        ("max_staleness=true", "max_staleness=true: give a whole number"),
         ("max_staleness=2 trainer.atropos.weight_sync.every=4", "max_staleness=2 with weight_sync.every=4: .*for ever"),
         ("max_staleness=3 trainer.atropos.weight_sync.every=4", None),
         ("max_staleness=0", None),
@@ -144,7 +142,7 @@ def test_rows_have_spans_of_trained_tokens(trained, spans):
 )
 def test_staleness_bound_that_would_deadlock_is_refused(overrides, expected):
     options = ["actor_rollout_ref.model.path=a/b", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"]
-    config = compose_config(*options, *f"trainer.atropos.{overrides}".split())
+    config = changed_config(compose_config(*options), f"trainer.atropos.{overrides}".split())
     if expected is None:
         return check_config(resolved(config))
     with pytest.raises(ConfigurationError, match=expected):

@@ -154,7 +154,7 @@ def test_a_run_with_a_single_file_has_a_page(tmp_path):
 def test_the_command_writes_the_page_of_one_run_or_two(tmp_path, monkeypatch, capsys):
     """It finds a run by its name; two of one name are told apart. Its errors are one line."""
     for folder in ("runs/one", "b/one"):
-        healthy_run(tmp_path / folder)
+        make_run(tmp_path / folder)
     monkeypatch.chdir(tmp_path)
     assert main(["report", "one"]) == 0 and capsys.readouterr().out == "runs/one/report.html\n"
     assert main(["report", "one", str(tmp_path / "b/one"), "--output", "new/both.html"]) == 0

@@ -101,6 +101,7 @@ async def test_a_batch_of_more_tokens_than_the_limit_comes(tmp_path):
             await post(service, number, env=env, ticket=number + 1)
             assert await needs_evaluation(service) == (number == 15)
         refused = await ingest.begin(service, env)
+        assert refused["ticket"] is None and refused["retry_after"] > 0
         assert refused["reason"] == "batch 1 is complete, and 192 tokens are queued, more than queue-tokens=100"
         assert await delivery.numbered_batch(service, 0, 0, None) == 1
         assert await begin(service, env) is not None and not await needs_evaluation(service)

@@ -5,16 +5,10 @@ from collections import Counter
 
 import pytest
 
-from helpers.trajectory_service import batches, begin, open_service, post, registration
+from helpers.trajectory_service import batches, begin, join, open_service, post, registration
 from recipe.atropos.trajectory_api import delivery, ingest, status
 from recipe.atropos.trajectory_api.batching import UNBOUNDED, BatchRequest, Queue
-from recipe.atropos.trajectory_api.endpoints import Caller, EnvRegistration
 from recipe.atropos.trajectory_api.environments import RegisteredEnvironment
-
-
-async def join(service, name, replica=None, **fields):
-    message = EnvRegistration(100, name, 1.0, 4, replica=replica, **fields)
-    return (await ingest.register_env(service, message, Caller()))["env_id"]
 
 
 @pytest.mark.parametrize(("minimum", "part"), [(0.0, 0.5), (0.2, 0.6)])
@@ -39,9 +33,9 @@ def test_replicas_take_turns_as_one_environment(minimum, part):
 async def test_replicas_have_one_share_and_one_line(service):
     """Whichever of them lives has all of it; an environment without replicas is another one."""
     await delivery.register(service, registration(8, after=0))
-    a, again = [await join(service, "a", replica, min_batch_allocation=0.5) for replica in (0, 1)]
-    b = await join(service, "b")
-    same = await join(service, "a")
+    a, again = [await join(service, name="a", replica=replica, min_batch_allocation=0.5) for replica in (0, 1)]
+    b = await join(service, name="b")
+    same = await join(service, name="a")
 
     def weights(*envs):
         return [service.environments.status(env, service.queue)["env_weight"] for env in envs]
@@ -61,7 +55,7 @@ async def test_replicas_have_one_share_and_one_line(service):
     assert weights(a, b, same) == pytest.approx([1 / 3] * 3)
     [line] = [line for line in status.environments(service) if line["env_id"] == again]
     assert (line["replicas"], line["alive"], line["min_batch_allocation"]) == (1, True, 0.5)
-    restarted = await join(service, "a", 1, min_batch_allocation=0.5)
+    restarted = await join(service, name="a", replica=1, min_batch_allocation=0.5)
     assert service.queue.environments[restarted] is service.queue.environments[a]
     for env in (a, restarted):
         await ingest.disconnect_env(service, env)
@@ -74,7 +68,7 @@ async def test_shares_cost_a_look_at_each_registration(service, monkeypatch):
     looks, unit = [], RegisteredEnvironment.unit.fget
     await delivery.register(service, registration(8, after=0))
     for n in range(50):
-        await join(service, f"env{n % 5}", n)
+        await join(service, name=f"env{n % 5}", replica=n)
     monkeypatch.setattr(RegisteredEnvironment, "unit", property(lambda one: looks.append(one) or unit(one)))
     service.environments.apply_shares(service.queue)
     assert len(looks) <= 2 * 50
@@ -84,7 +78,7 @@ async def test_replicas_are_one_environment_after_a_restart(tmp_path):
     """Of the API: from its store, with their tickets, of which the dead one's are released."""
     async with open_service(tmp_path) as service:
         await delivery.register(service, registration(8, after=0))
-        a, b = envs = [await join(service, "a", replica) for replica in (0, 1)]
+        a, b = envs = [await join(service, name="a", replica=replica) for replica in (0, 1)]
         tickets = [await begin(service, env) for env in envs]
     async with open_service(tmp_path) as service:
         assert (

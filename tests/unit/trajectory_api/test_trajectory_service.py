@@ -326,6 +326,7 @@ async def test_waiting_names_failures_and_why_environments_left(service):
     for n in range(2):
         ticket = await begin(service, first)
         await ingest.release(service, ticket, "failed/KeyError", f"KeyError({n})\n at 7")
+        assert await ingest.release(service, ticket) == {"status": "not open"}
     assert "; env_0: 2 items without a group, the last: KeyError(1) at 7" in status.why(service)
     await ingest.disconnect_env(service, second, "max_token_length=2048: too long")
     await ingest.disconnect_env(service, second)
