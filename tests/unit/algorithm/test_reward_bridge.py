@@ -25,11 +25,6 @@ from recipe.atropos.algorithm.reward_bridge import (
 from recipe.atropos.config.compose import load_config
 from recipe.atropos.config.preflight import check_config
 
-BLOCK = {
-    "format_markers": [{"pattern": "<think>", "weight": 0.1}],
-    "answer_present": {"pattern": r"\\boxed\{(.*?)\}", "regex": True, "weight": 0.4},
-}
-
 # ---------------------------------------------------------------------- the arithmetic
 
 scores = st.floats(-10, 10, allow_nan=False)

@@ -55,8 +55,8 @@ def groups():
     ("overrides", "told"),
     [
         ([], ["credit, spans=turns lam=0.25 gamma=0.5", "of the environment", "GRPO"]),
-        (["trainer.atropos.use_advantages=false"], ["GRPO"] * 3),
-        (["algorithm.adv_estimator=rloo"], ["RLOO"] * 3),
+        (["trainer.atropos.use_advantages=false"], ["GRPO"]),
+        (["algorithm.adv_estimator=rloo"], ["RLOO"]),
     ],
 )
 def test_inspect_says_who_made_the_advantages(recorded, groups, overrides, told):
