@@ -131,10 +131,8 @@ UNKNOWN = {
     "+trainer.atropos.max_stalenes=1": "did you mean trainer.atropos.max_staleness?",
     "++trainer.atropos={weight_sync: {evry: 2}}": "trainer.atropos.weight_sync.evry: no such key; did you mean",
     "max_staleness=3": "max_staleness: no such key; did you mean trainer.atropos.max_staleness?",
-    "+actor_rollout_ref.actor.clip_rati=0.1": "did you mean actor_rollout_ref.actor.clip_ratio?",
     "learning_rate=3": "learning_rate: no such key",
     "rollout.name=vllm": "rollout.name: no such key; did you mean actor_rollout_ref.rollout.name?",
-    "actor.strategy=megatron": "actor.strategy: no such key; did you mean actor_rollout_ref.actor.strategy?",
     "trainer.atropos=3": "trainer.atropos=3: give a mapping",
     "preset=dmo": "preset=dmo: no such preset; choose one of advantages, calculator, ",
     "trainer.logger=a,b": "a value with commas needs brackets or quotes",
@@ -144,8 +142,6 @@ UNKNOWN = {
     f"{ACTOR}.fsdp_config.wrap_policy={{min_params: 9}}": "wrap_policy.min_params: no such key",
     # misspelled, beside keys without effect
     f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temprature: no such key; did you mean {ROLLOUT}.temperature?",
-    "data.trian_batch_size=2": "data.trian_batch_size: no such key; did you mean data.train_batch_size?",
-    "data.max_prompt_len=8": "data.max_prompt_len: no such key; did you mean data.max_prompt_length?",
     f"{ROLLOUT}.checkpoint_engin.update_weight_bucket_megabytes=2": f"did you mean {ROLLOUT}.checkpoint_engine.up",
 }
 WITHOUT_EFFECT = {
