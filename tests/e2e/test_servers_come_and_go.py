@@ -23,7 +23,6 @@ from recipe.atropos.inference.server import SGLangLaunch, start_sglang
 from recipe.atropos.utils.process import free_port, start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
 from recipe.atropos.weight_sync.colocated import SharedMemory
-from recipe.atropos.weight_sync.fleet import ServersGone
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -229,14 +228,6 @@ def test_servers_answer_by_current_weights_whatever_returns(trainer, servers, ga
     assert {text for _, text in traffic.answers + later.answers} == {current}, "no reply by the start weights"
     versions = [int(version) for version, _ in traffic.answers]
     assert set(versions) == {1, 2} and not traffic.errors and not later.errors
-
-    # all are gone
-    second.kill()
-    manager.fleet.timeout = 2
-    with pytest.raises(ServersGone, match=f"no SGLang server answered for 2 s.*{first.url}") as error:
-        manager.ensure_current(4)
-    assert second.url in str(error.value) and manager.version == 4
-    assert word.serves()[:2] == (4, set())
 
 
 def test_a_gateway_that_is_lost_or_refuses_is_named(gateway):

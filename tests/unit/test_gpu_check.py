@@ -3,12 +3,12 @@
 import importlib.util
 import subprocess
 import sys
-import time
 
 import pytest
 
 from helpers import ROOT
 from helpers.runs import run_of
+from helpers.waiting import until
 from machine_watch import MemoryWatch
 from recipe.atropos.commands import doctor
 from recipe.atropos.config.compose import load_config
@@ -40,12 +40,13 @@ def test_memory_that_is_given_back_is_seen():
     child = subprocess.Popen(
         [sys.executable, "-c", HOLDS_MEMORY_FOR_A_WHILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    watch = MemoryWatch(on_gpu=False)
+    watch, looks = MemoryWatch(on_gpu=False), []
     with child:
-        with watch.of(lambda: {"child": child.pid}):
+        with watch.of(lambda: looks.append(child.pid) or {"child": child.pid}):
             for _ in range(3):
                 child.stdout.readline()
-                time.sleep(1.2)  # it looks twice a second
+                looks.clear()
+                until(lambda: len(looks) > 1, 20)  # the first of two is done
                 child.stdin.write("\n")
                 child.stdin.flush()
     mib = 1 << 20

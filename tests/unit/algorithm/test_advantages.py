@@ -34,14 +34,6 @@ def advantages_of(old, reference, *overrides, kl_controller=None):
     return batch, add_advantages(batch, config.algorithm, config.trainer.atropos, RunningMoments(), kl_controller)
 
 
-def test_advantages_without_kl_in_the_reward_are_of_the_scores():
-    batch, metrics = advantages_of((-1.0, -1.0), (-2.0, -2.0))
-    assert batch.batch["token_level_rewards"].tolist() == [[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0] * 3]
-    assert batch.batch["advantages"].tolist() == [[-0.5, 0.0, 0.0], [0.5] * 3, [0.0] * 3]
-    assert batch.non_tensor_batch["has_signal"].tolist() == [True, True, False]
-    assert not any("kl_penalty" in key for key in metrics)
-
-
 def test_kl_in_the_reward_is_subtracted_at_each_trained_token():
     """Of 1 nat at the first row's token, and of 2 at each of the other's three, a tenth."""
     options = ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=kl")
@@ -83,7 +75,10 @@ def test_advantages_in_bypass_mode_are_of_every_token():
     )
     assert batch.batch["response_mask"].sum(-1).tolist() == [1, 3, 0] and not metrics
     assert batch.batch["advantages"].tolist() == [[-0.5, 0.0, 0.0], [0.5] * 3, [0.0] * 3]
-    assert "rollout_is_weights" not in batch.batch
+    assert batch.batch["token_level_rewards"].tolist() == [[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0] * 3]
+    assert "rollout_is_weights" not in batch.batch and batch.non_tensor_batch["has_signal"].tolist() == [True] * 2 + [
+        False
+    ]
 
 
 def test_kl_coefficient_is_restored_where_it_adapts():

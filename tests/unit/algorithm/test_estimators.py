@@ -21,7 +21,7 @@ from recipe.atropos.algorithm.advantages import (
     compute_advantages,
     shape_advantages,
 )
-from recipe.atropos.algorithm.estimators import ESTIMATORS, compute_grpo_atropos_advantage
+from recipe.atropos.algorithm.estimators import ESTIMATORS
 from recipe.atropos.algorithm.metrics import batch_metrics
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.preflight import check_config
@@ -382,15 +382,6 @@ def test_row_without_own_advantages_can_be_an_error():
     with pytest.raises(MissingAdvantages, match=r"group 0 of gsm8k_0: 10 of 15 rows .*fallback_to_grpo"):
         estimate(groups, fallback_to_grpo=False)
     estimate(groups[1:2], fallback_to_grpo=False)
-
-
-def test_grpo_by_itself_divides_by_the_deviation():
-    """As verl calls an estimator that knows nothing of environments."""
-    rewards, index = torch.tensor([[0.0, 1.0], [0.0, 3.0], [5.0, 0.0]]), np.array(["a", "a", "b"], dtype=object)
-    advantages, returns = compute_grpo_atropos_advantage(rewards, torch.ones(3, 2), index)
-    half = math.sqrt(0.5)
-    torch.testing.assert_close(advantages, torch.tensor([[-half] * 2, [half] * 2, [5.0] * 2]), atol=1e-4, rtol=0)
-    assert advantages is returns
 
 
 def test_moments_of_nothing_change_nothing():

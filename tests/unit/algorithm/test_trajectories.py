@@ -22,7 +22,6 @@ from recipe.atropos.data.rows import RowLimits
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.verl_ext.algorithm import AdaptiveKLController
 
-V = 64
 LIMITS = RowLimits(max_length=40, pad_token_id=0)
 SCORES_ONLY = [name for name, needs in ESTIMATORS.items() if needs.scores_only]
 # Numbers of trained tokens of each row, of each trajectory, and the trajectories' scores; two groups.

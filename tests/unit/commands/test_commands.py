@@ -31,7 +31,6 @@ def test_help_is_answered_at_once_and_lists_every_command():
     ("words", "unbuffered"),
     [
         ("recipe.atropos --help", "1"),
-        ("recipe.atropos train --help", ""),
         ("recipe.atropos logs . service", ""),
         ("recipe.atropos.launch_services --help", ""),
         ("recipe.atropos.main --help", ""),

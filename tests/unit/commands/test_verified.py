@@ -12,7 +12,7 @@ from recipe.atropos.inference.client import InferenceError
 from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.utils import debug
 
-GSM8K, GUESS = "recipe.atropos.environments.gsm8k:GSM8kEnv", "helpers.environments.guess_env:GuessEnv"
+GUESS = "helpers.environments.guess_env:GuessEnv"
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,19 @@ trainer: {logger: [console], default_local_dir: elsewhere}
             "actor_rollout_ref.actor.fsdp_config.wrap_policy={}",
             "run.dir=a b",
         ],
-        ["preset=demo", "environment.args.n=7", r"++environment.args.a='\boxed{i\'s}\\'", "data={train_batch_size: 8}"],
         [
-            "preset=demo",  # whose ppo_max_token_len_per_gpu has no effect then
+            "preset=demo",
+            "environment.args.n=7",
+            r"++environment.args.a='\boxed{i\'s}\\'",
+            "data={train_batch_size: 8}",
+            # The preset's ppo_max_token_len_per_gpu has no effect then.
             "actor_rollout_ref.actor.use_dynamic_bsz=false",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
             "actor_rollout_ref.actor.optim.override_optimizer_config={eps: 1e-6}",
         ],
         ["config=FILE", "seed=0", "environment.args.temperature=${actor_rollout_ref.rollout.temperature}"],
     ],
-    ids=["mappings", "text", "conditions", "file"],
+    ids=["mappings", "values", "file"],
 )
 def test_hydra_main_trains_with_what_load_config_says(start, given, tmp_path, model_path, monkeypatch):
     (tmp_path / "own.yaml").write_text(FILE)

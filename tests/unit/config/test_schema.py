@@ -1,6 +1,5 @@
 """The schema of the configuration: what is refused by key, value and choices; and that its names are verl's."""
 
-import re
 import subprocess
 import sys
 from typing import get_args
@@ -22,7 +21,6 @@ from recipe.atropos.config.compose import (
 )
 from recipe.atropos.config.env_specs import environment_specs
 from recipe.atropos.config.keys import EXCLUDED, is_free, unsupported
-from recipe.atropos.config.preflight import check_config
 from recipe.atropos.config.schema import documented
 from recipe.atropos.config.unsupported import CONDITIONAL, UNSUPPORTED
 from recipe.atropos.errors import ConfigurationError
@@ -133,20 +131,17 @@ UNKNOWN = {
     "+trainer.atropos.max_stalenes=1": "did you mean trainer.atropos.max_staleness?",
     "++trainer.atropos={weight_sync: {evry: 2}}": "trainer.atropos.weight_sync.evry: no such key; did you mean",
     "max_staleness=3": "max_staleness: no such key; did you mean trainer.atropos.max_staleness?",
-    "+actor_rollout_ref.actor.clip_rati=0.1": "did you mean actor_rollout_ref.actor.clip_ratio?",
     "learning_rate=3": "learning_rate: no such key",
     "rollout.name=vllm": "rollout.name: no such key; did you mean actor_rollout_ref.rollout.name?",
-    "actor.strategy=megatron": "actor.strategy: no such key; did you mean actor_rollout_ref.actor.strategy?",
     "trainer.atropos=3": "trainer.atropos=3: give a mapping",
     "preset=dmo": "preset=dmo: no such preset; choose one of advantages, calculator, ",
     "trainer.logger=a,b": "a value with commas needs brackets or quotes",
     "~seed": "give key=value",
     "hydra.run.dir=x": "give key=value",
     "seed": "seed: give key=value",
+    f"{ACTOR}.fsdp_config.wrap_policy={{min_params: 9}}": "wrap_policy.min_params: no such key",
     # misspelled, beside keys without effect
     f"{ROLLOUT}.temprature=1": f"{ROLLOUT}.temprature: no such key; did you mean {ROLLOUT}.temperature?",
-    "data.trian_batch_size=2": "data.trian_batch_size: no such key; did you mean data.train_batch_size?",
-    "data.max_prompt_len=8": "data.max_prompt_len: no such key; did you mean data.max_prompt_length?",
     f"{ROLLOUT}.checkpoint_engin.update_weight_bucket_megabytes=2": f"did you mean {ROLLOUT}.checkpoint_engine.up",
 }
 WITHOUT_EFFECT = {
@@ -245,16 +240,15 @@ def test_schema_takes_what_is_off_as_it_is_shipped():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([f"{ACTOR}.fsdp_config.wrap_policy={{min_params: 9}}"], "wrap_policy.min_params: no such key"),
         (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "grpo=false has no effect with"),
-        ([f"{ACTOR}.pad_to_length=true", f"{MODEL}.use_remove_padding=false"], "pad_to_length=true has no effect with"),
+        ([f"{MODEL}.use_remove_padding=false", f"{ACTOR}.pad_to_length=true"], "pad_to_length=true has no effect with"),
         ([f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.offload_policy=true"], "offload_policy=true has no effect"),
         (["algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect with algorithm.adv_estimator=grpo_atropos"),
     ],
 )
-def test_schema_of_several_keys_is_checked_before_a_start(options, told):
-    with pytest.raises(ConfigurationError, match=re.escape(told)):
-        check_config(load_config([f"{MODEL}.path=m", *options]))
+def test_schema_refuses_a_value_without_effect_beside_another(options, told):
+    [line] = refusal(*options)
+    assert told in line
 
 
 def test_schema_refuses_another_value_than_the_followed_keys():

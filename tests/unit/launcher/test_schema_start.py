@@ -187,7 +187,7 @@ def test_run_dir_below_home_is_no_folder_of_that_name(tmp_path, monkeypatch, opt
     )
 
 
-@pytest.mark.parametrize("key", ["run.dir=DIR", "+run.dir=DIR", "++run.dir=DIR", "run={dir: DIR}"])
+@pytest.mark.parametrize("key", ["run.dir=DIR", "++run.dir=DIR", "run={dir: DIR}"])
 def test_run_dir_given_by_hand_is_not_replaced(tmp_path, key):
     finished(tmp_path / "run")
     with pytest.raises(ConfigurationError, match=rf"run.dir={tmp_path}/run holds a run that has trained 60 steps"):
@@ -208,7 +208,7 @@ def test_schema_start_speaks_of_flags_as_keys():
 def test_schema_start_shows_progress_without_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "_EVERY_SECONDS", 0.05)
     with progress_module.progress("making tea", tmp_path / "tea.log"):
-        time.sleep(0.5)
+        time.sleep(0.2)
     told = capsys.readouterr().out
     assert " s: making tea; log: " in told and "tea.log" in told
 

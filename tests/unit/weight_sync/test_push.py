@@ -132,9 +132,8 @@ def test_push_pauses_and_flushes_only_where_the_transport_pauses(tmp_path, pause
     assert transport.events == [("stage", 7, [*WEIGHTS]), ("deliver", 7), ("release", 7)]
     seconds = {key.removeprefix("weight_sync/"): value for key, value in metrics.items()}
     pause = 0.05 * pauses
-    assert 0.1 <= seconds["stage_s"] < 0.2 <= 0.2 + pause <= seconds["deliver_s"]
+    assert seconds["stage_s"] >= 0.1 and seconds["deliver_s"] >= 0.2 + pause
     assert seconds["total_s"] >= seconds["stage_s"] + seconds["deliver_s"] + 0.1 + pause  # verify, resume, flush
-    assert seconds["total_s"] < 10
     if pauses:
         assert seconds["pause_s"] == pytest.approx(seconds["total_s"] - seconds["stage_s"], abs=1e-6)
     else:
