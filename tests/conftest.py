@@ -25,7 +25,9 @@ from recipe.atropos.utils.process import unstopped
 
 # Also on a machine with a GPU, in every process that is started from here.
 os.environ |= {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-torch.set_num_threads(1)  # several, on cores that other tests use too, take many times as long
+
+# Two threads on cores that others use too wait for each other, and take up to ten times as long.
+torch.set_num_threads(1)
 
 # Shared cores take their time; all else as where the tests run, in continuous integration or not.
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
