@@ -10,7 +10,6 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
-import torch
 from aiohttp import web
 from anyio.from_thread import start_blocking_portal
 from transformers import AutoTokenizer
@@ -114,10 +113,7 @@ def trained(cluster, tmp_path_factory):
     """(policy, batches of each step, replies, metrics): a run of two steps, with all that happened."""
     folder = tmp_path_factory.mktemp("calculator")
     policy = folder / "policy"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two on cores that others use too take ten times as long
     make_small_policy(policy, recipe=ByHeart())
-    torch.set_num_threads(threads)
     (folder / "problems").mkdir()
     for split in ("train", "test"):
         (folder / "problems" / f"{split}.jsonl").write_bytes(b"\n".join(orjson.dumps(row) for row in PROBLEMS))

@@ -161,10 +161,8 @@ def test_promises_turn_level_environment_reaches_the_loss(checkout, tmp_path, mo
         prompts.append((city, other, [before, *tools]))
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "hermes_reasoning_tool_use_fixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model, threads = tmp_path / "policy", torch.get_num_threads()
-    torch.set_num_threads(1)
+    model = tmp_path / "policy"
     make_small_policy(model, recipe=Caller(prompts=tuple(prompts)))
-    torch.set_num_threads(threads)
     with running_sglang(model) as (_, server):
         flags = {"openai.base_url": f"{server}/v1", "openai.model_name": model, "openai.server_type": "sglang"}
         flags |= {"env.tokenizer_name": model, "env.max_token_length": 1500, "env.max_gen_per_turn": 100}
