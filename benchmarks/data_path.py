@@ -164,7 +164,7 @@ def plain_batch(groups: Sequence[Mapping[str, Any]], limits: RowLimits) -> dict[
         position_ids, position = [], -1
         for attended in attention_mask:
             position += attended
-            position_ids.append(max(0, position))
+            position_ids.append(position if attended else 0)
         lists["prompts"].append(prompt)
         lists["responses"].append(response)
         lists["input_ids"].append(prompt + response)
