@@ -12,7 +12,6 @@ from pathlib import Path
 import omegaconf.base
 import pytest
 import torch
-import yaml
 from hypothesis import HealthCheck, settings
 from openai._base_client import AsyncHttpxClientWrapper
 
@@ -35,7 +34,6 @@ settings.load_profile("untimed")
 
 # Of what a test of the configuration takes, a quarter would be parsing the same interpolations of verl's again.
 omegaconf.base.parse = functools.cache(omegaconf.base.parse)
-yaml.SafeLoader = yaml.CSafeLoader  # of the others, a third: Hydra reads verl's files again for each start
 
 # A client that is dropped unclosed, as BaseEnv drops its own, closes itself in the loop that runs when it is collected:
 # that of a later test, which would fail. Its sockets close by themselves.

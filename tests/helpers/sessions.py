@@ -1,6 +1,7 @@
 """Chat templates as models ship them, a tokenizer for them, and a policy whose every token is known."""
 
 import asyncio
+import contextlib
 import http.client
 import json
 import random
@@ -201,18 +202,19 @@ class Sessions:
         self.loop = asyncio.new_event_loop()
 
     def __enter__(self):
-        self.polls = mock.patch.object(session_server, "_POLL", 0.05)
-        self.polls.start()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(session_server, "_POLL", 0.05))
+            self.start()
+            self.polls = stack.pop_all()
         return self
 
     def __exit__(self, *_):
         self.stop()
-        self.polls.stop()
+        self.polls.close()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10)
 

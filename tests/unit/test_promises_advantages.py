@@ -123,7 +123,7 @@ def test_promises_modules_come_from_the_checkout(tmp_path):
     for command, flag, expected in (
         ("serve", "--teacher.base_url=http://127.0.0.1:1/v1", 0),
         ("evaluate", "--teacher.base_url=http://127.0.0.1:1/v1", 0),
-        ("serve", "--teacher.base_ur=x", 2),
+        ("evaluate", "--teacher.base_ur=x", 2),
     ):
         status, output = run_adapter(tmp_path, command, "--env", str(file), flag, "--check")
         assert status == expected and ("unknown flag --teacher.base_ur" in output) == (status == 2), output

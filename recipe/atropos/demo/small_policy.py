@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 from dataclasses import asdict, dataclass
@@ -146,7 +147,8 @@ def make_small_policy(output: Path, seed: int = 0, recipe: Recipe = Recipe()) ->
     threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.set_num_threads(2)  # the same weights as by one, in 0.6 of the time; more find too little to do
+        # For so small a model more than two find too little to do; on busy cores, two that spin are ten times slower.
+        torch.set_num_threads(2 if os.environ.get("OMP_WAIT_POLICY") == "PASSIVE" else 1)
         model = Qwen2ForCausalLM(config).train()
         _teach(model, examples, tokenizer.pad_token_id, rng, recipe)
         torch.set_num_threads(threads)

@@ -57,7 +57,7 @@ def _scores(history: RunHistory, chart: Chart) -> dict[str, Any]:
         number, items, score = np.array(rows).reshape(-1, 3).T
         steps, place = np.unique(number, return_inverse=True)
         means = np.bincount(place, items * score) / np.bincount(place, items)
-        which = f", {name}" if len(history.outcomes) > 1 else ""
+        which = f", {name}" if len(history.reports) > 1 else ""
         series.append({"label": f"everything scored{which}"} | decimated(steps.astype(int).tolist(), means.tolist()))
     span = history.score_range
     return {"series": series, "own": f"single answers scored from {span}" if span else ""}

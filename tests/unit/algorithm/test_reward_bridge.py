@@ -220,6 +220,7 @@ MARKER = "format_markers: [{pattern: a, weight: 0.1%s}]"
         ("length_bounty: 0.1", "length_bounty=0.1: give a mapping of target, slope, cap"),
         ("length_bounty: {target: 9, slope: 0, cap: 0.1}", "length_bounty: slope=0 does nothing"),
         ("length_bounty: {target: -1, slope: 0.1, cap: 0.1}", "target=-1: Input should be greater than or equal to 0"),
+        ("format_markers: [{pattern: a, weight: -0.1}]", "weight=-0.1: Input should be greater than 0"),
         ("length_bounty: {target: 9, slope: .inf, cap: 0.1}", "slope=inf: Input should be a finite number"),
         ("soft_overlong: {max_length: 9, cache: 10}", "soft_overlong: cache=10 is more than max_length=9"),
         ("soft_overlong: {max_length: 9}", "soft_overlong.cache is missing"),

@@ -342,3 +342,17 @@ print([name for name in ("torch", "verl", "ray", "transformers", "atroposlib", "
 """
     checked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert checked.stdout.strip() == "[]", checked.stderr
+
+
+def test_schema_bounds_counts_and_times():
+    """Each by its own key."""
+    told = {
+        "trainer.total_training_steps=0": "1 or more",
+        f"{MODEL}.lora_rank=-1": "0 or more",
+        f"{ATROPOS}.logprob_tolerance=0": "more than 0, or null",
+        "environment.group_size=0": "1 or more",
+        "environment.replicas=0": "1 or more",
+        "environment.max_restarts=-1": "0 or more",
+        "evaluation.timeout=0": "more than 0, or null",
+    }
+    assert sorted(refusal(*told)) == sorted(f"{given}: give {bound}" for given, bound in told.items())

@@ -52,7 +52,7 @@ def short_waits(monkeypatch):
 
 
 def source(url, **options):
-    config = DataSourceConfig(url, timeout=0.2, retry_attempts=2, retry_delay=0.1, **options)
+    config = DataSourceConfig(url, timeout=0.5, retry_attempts=2, retry_delay=0.1, **options)
     return DataSource(config, Registration(**REGISTRATION))
 
 
@@ -142,11 +142,11 @@ async def test_an_api_is_tried_as_often_as_the_configuration_says():
         return web.json_response({"detail": "so it is"}, status=503)
 
     async with RawTestServer(refuse) as server:
-        config = DataSourceConfig(str(server.make_url("")), retry_attempts=2, retry_delay=0.2)
+        config = DataSourceConfig(str(server.make_url("")), retry_attempts=2, retry_delay=0.5)
         async with config.client() as client:
-            with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 0.2 s; is the Trajectory API up"):
+            with pytest.raises(TrajectoryApiError, match="HTTP 503.*for 0.5 s; is the Trajectory API up"):
                 await client.status()
-    assert len(times) == 2 and times[1] - times[0] >= 0.2
+    assert len(times) == 2 and times[1] - times[0] >= 0.5
 
 
 def test_an_api_that_is_not_there_is_named_with_its_key():
