@@ -46,8 +46,10 @@ class DiskTransport(WeightTransport, name="disk"):
             with replace_folder(self.path(version)) as folder:
                 n_files, bucket, bucket_bytes = 0, {}, 0
                 for name, tensor in weights:
-                    # A copy, since safetensors refuses tensors that share memory, as tied ones do.
-                    bucket[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                    tensor = tensor.detach().to("cpu").contiguous()
+                    if any(tensor.data_ptr() == other.data_ptr() for other in bucket.values()):
+                        tensor = tensor.clone()  # safetensors refuses tensors that share memory, as tied ones do
+                    bucket[name] = tensor
                     bucket_bytes += tensor.nbytes
                     if bucket_bytes >= self.bucket_size:
                         n_files += 1
