@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 from verl.utils.config import omega_conf_to_dataclass
 
-from helpers.configs import changed_config as changed_config
 from helpers.services import get, post
 from helpers.waiting import until
 from recipe.atropos.config import compose

@@ -6,7 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from helpers.trainer import changed_config, compose_config
+from helpers.configs import changed_config
+from helpers.trainer import compose_config
 from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.preflight import ConfigurationError, check_config
 from recipe.atropos.data.reading import read_groups
