@@ -61,9 +61,9 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 
 from recipe.atropos.errors import AtroposError
+from recipe.atropos.utils.patterns import matches
 
 KEY = "reward_bridge"
-_MATCH_SECONDS = 1.0  # per pattern and text
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Pattern = Annotated[str, Field(min_length=1)]
@@ -92,7 +92,7 @@ class Marker:
 
     def find(self, text: str) -> list[tuple[int, int]]:
         """Return (start, end) of the occurrences that may count, in order; none if ``count: once`` finds several."""
-        spans = [match.span() for match in _matches(self.pattern, self.regex, text)]
+        spans = [match.span() for match in matches(_compiled(self.pattern, self.regex), text)]
         return [] if self.count == "once" and len(spans) != 1 else spans
 
     def earned(self, occurrences: int) -> float:
@@ -116,11 +116,11 @@ class AnswerPresent:
         _compiled(self.pattern, self.regex)
 
     def earned(self, text: str) -> float:
-        matches = _matches(self.pattern, self.regex, text)
+        found = matches(_compiled(self.pattern, self.regex), text)
         if self.regex:
-            answers = [match[1] if match.re.groups else match[0] for match in matches]
+            answers = [match[1] if match.re.groups else match[0] for match in found]
         else:
-            answers = [text[match.end() :] for match in matches[-1:]]
+            answers = [text[match.end() :] for match in found[-1:]]
         return self.weight if any(answer and answer.strip() for answer in answers) else 0.0
 
     @property
@@ -255,16 +255,6 @@ def _compiled(pattern: str, is_regex: bool) -> regex.Pattern:
     except regex.error as error:
         raise ValueError(
             f"pattern={pattern!r} does not compile: {error}; correct it, or leave out regex to take it literally"
-        ) from error
-
-
-def _matches(pattern: str, is_regex: bool, text: str) -> list[regex.Match]:
-    try:
-        return list(_compiled(pattern, is_regex).finditer(text, timeout=_MATCH_SECONDS, concurrent=True))
-    except TimeoutError as error:
-        raise TimeoutError(
-            f"pattern {pattern!r} took more than {_MATCH_SECONDS:g} s on a text of {len(text)} characters; write it "
-            "without nested repetition"
         ) from error
 
 

@@ -18,7 +18,6 @@ given, in ``credit`` of its ``group_overrides``.
 """
 
 import asyncio
-import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import regex
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from recipe.atropos.credit.rules import Decisions, advantages, outcome_advantages
@@ -35,6 +35,7 @@ from recipe.atropos.data.scored_group import trajectory_numbers
 from recipe.atropos.data.token_keys import keys_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
+from recipe.atropos.utils.patterns import matches
 from recipe.atropos.utils.tasks import in_own_thread
 
 _SECONDS = 60.0  # that the values of a group's turns may take
@@ -136,12 +137,12 @@ class Credit(BaseModel):
         """Return the settings of a mapping. Raises ConfigurationError, which names ``key`` and the fix."""
         try:
             credit = cls.model_validate(given)
-            re.compile(credit.spans)
+            regex.compile(credit.spans)
         except ValidationError as error:
             [problem, *_] = error.errors()
             where = ".".join(map(str, (key, *problem["loc"])))
             raise ConfigurationError(f"{where}={problem['input']}: {problem['msg']}") from error
-        except re.error as error:
+        except regex.error as error:
             raise ConfigurationError(f"{key}.spans={given['spans']}: {error}; give turns or a pattern") from error
         return credit
 
@@ -305,27 +306,41 @@ def _decisions(group: dict[str, Any], credit: Credit, tokenizer: Any) -> Iterato
 
 
 def _cut(tokens: Sequence[int], start: int, end: int, spans: str, tokenizer: Any) -> Iterator[tuple[int, int]]:
-    """Yield the parts [start, end) of a turn: each ends with a match of ``spans``, the last with the turn."""
+    """Yield the parts [start, end) of a turn: each ends with a match of ``spans``, the last with the turn.
+
+    Raises:
+        RefusedGroup: the pattern takes too long on the turn's text.
+    """
     if spans != "turns":
         first, turn = start, tokens[start:end]
-        covered = _covered(tokenizer, turn)
-        for match in re.finditer(_SPANS.get(spans, spans), decoded(tokenizer, turn, special=True)):
-            last = first + bisect_left(covered, match.end())
-            if start < last < end:
-                yield start, last
-                start = last
+        done = covered = 0  # tokens, and the characters that they cover
+        try:
+            found = matches(regex.compile(_SPANS.get(spans, spans)), decoded(tokenizer, turn, special=True))
+        except TimeoutError as error:
+            raise RefusedGroup(Reason.MARKER_TIMEOUT, f"environment.credit.spans: {error}") from error
+        for match in found:
+            done, covered = _reach(tokenizer, turn, done, covered, match.end())
+            if start < first + done < end:
+                yield start, first + done
+                start = first + done
     yield start, end
 
 
-def _covered(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
-    """Return how many characters of their text the first 0, 1, ... tokens cover, without decoding each beginning."""
+def _reach(tokenizer: Any, tokens: Sequence[int], done: int, covered: int, wanted: int) -> tuple[int, int]:
+    """Return how many of the first tokens cover ``wanted`` characters, and how many these cover; the first ``done``
+    cover ``covered``. It decodes only what is between, from a token that is whole by itself: a character may be cut.
+    """
+    whole = (n for n in range(done - 1, -1, -1) if "\ufffd" not in decoded(tokenizer, tokens[n : n + 1], special=True))
+    begin = next(whole, 0)
 
-    def length(start: int, end: int) -> int:  # a character may have four tokens, and a first word loses its space
-        return len(
-            decoded(tokenizer, tokens[max(0, start) : end], special=True).removesuffix("\ufffd")
-        )  # the last may be incomplete
+    def length(n: int) -> int:
+        return len(decoded(tokenizer, tokens[begin:n], special=True).rstrip("\ufffd"))
 
-    return [0, *accumulate(length(n - 8, n + 1) - length(n - 8, n) for n in range(len(tokens)))]
+    before, step = covered - length(done), 1
+    while done + step < len(tokens) and before + length(done + step) < wanted:
+        step *= 2
+    found = bisect_left(range(len(tokens)), wanted - before, done, min(done + step, len(tokens)), key=length)
+    return found, before + length(found)
 
 
 def _parents(found: Sequence[Decision], group: dict[str, Any]) -> np.ndarray:

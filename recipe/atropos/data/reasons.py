@@ -23,8 +23,8 @@ class Reason(StrEnum):
     MALFORMED = "malformed", "not a group, a field of another type, or a missing number"
     EMPTY_GROUP = "empty_group", "a group without answers, or with an answer without tokens"
     UNEQUAL_LENGTHS = "unequal_lengths", "fields of different lengths within a group or a sequence"
-    NONFINITE_SCORES = "nonfinite_scores", "a score that is missing, NaN or infinite"
-    NONFINITE_ADVANTAGES = "nonfinite_advantages", "an advantage that is missing, NaN or infinite"
+    NONFINITE_SCORES = "nonfinite_scores", "a score that is missing, NaN, or larger than 1e15"
+    NONFINITE_ADVANTAGES = "nonfinite_advantages", "an advantage that is missing, NaN, or larger than 1e15"
     NONFINITE_INFERENCE_LOGPROBS = (
         "nonfinite_inference_logprobs",
         "a logprob that is NaN or infinite: the server's numbers are broken",
@@ -70,7 +70,7 @@ class Reason(StrEnum):
     EQUAL_SCORES = "equal_scores", "all answers of the group have the same score: there is no advantage"
     NOT_SAMPLED = "not_sampled", "no server sampled any of its tokens"
     PARTIAL_REPLY = "partial_reply", "only the end of each reply, as by a chat template that removes thinking"
-    MARKER_TIMEOUT = "marker_timeout", "a pattern of the reward bridge took too long"
+    MARKER_TIMEOUT = "marker_timeout", "a pattern of the reward bridge or of credit.spans took too long"
 
 
 def table() -> str:

@@ -16,9 +16,9 @@ from helpers.trainer import random_group
 from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.settings import AdapterSettings
 from recipe.atropos.adapter.validate import as_groups
-from recipe.atropos.algorithm import reward_bridge
 from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, parse_bridge
 from recipe.atropos.errors import EnvironmentFailure
+from recipe.atropos.utils import patterns
 
 V = 40  # tokens of random groups
 BLOCK = {
@@ -211,7 +211,7 @@ async def test_a_score_that_is_no_number_is_not_shaped_into_one(folder, score):
 
 async def test_reward_bridge_limits_the_time_of_a_pattern(folder, monkeypatch):
     """A regular expression that would never end costs its group and is counted."""
-    monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
+    monkeypatch.setattr(patterns, "_SECONDS", 0.1)
     env = await shaped_env(folder, {"answer_present": {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}})
     began = time.monotonic()
     assert await send(env, [RIGHT, "a" * 200 + "c", BARE, BARE]) == []

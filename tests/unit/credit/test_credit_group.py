@@ -1,21 +1,24 @@
 """Credit on the tokens of scored groups, up to the gradient, and through the adapter."""
 
+import asyncio
 import json
 import re
 import tracemalloc
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helpers.trainer import random_group
 from recipe.atropos.adapter.flags import UsageError, take_settings
 from recipe.atropos.adapter.settings import AdapterSettings
-from recipe.atropos.credit.group import Credit, CreditError, _decisions, add_credit
+from recipe.atropos.credit.group import Credit, CreditError, _decisions, add_credit, give_credit
 from recipe.atropos.credit.rules import PAPERS
 from recipe.atropos.data.reasons import Reason, RefusedGroup
 from recipe.atropos.data.rows import trained_spans
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.utils import patterns
 
 V = 40
 
@@ -172,6 +175,40 @@ def test_credit_cuts_a_turn_after_each_match(tokenizer, pattern):
     covered = [tokenizer.decode(row[:count]) for count in range(len(row) + 1)]
     ends = {next(n for n, each in enumerate(covered) if text[: m.end()] in each) for m in re.finditer(pattern, text)}
     assert TEXTS == [covered[end] for end in sorted(ends - {0, len(row)})]
+
+
+@pytest.mark.parametrize(
+    "text", ["日本語の答え 👍👍👍 is <answer>7</answer>", "答え\n<answer>7</answer>", "é<answer>答え</answer>"]
+)
+def test_credit_cuts_after_characters_of_several_tokens(text):
+    """As those of Llama 2 and Gemma write what they have no token for: a run of bytes is read as a whole, or not."""
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127)), "▁"]
+    numbers = {token: number for number, token in enumerate(vocabulary)}
+    made = Tokenizer(models.BPE(numbers, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    last = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), *last])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    row = tokenizer.encode(text, add_special_tokens=False)
+    group = {"tokens": [[1, *row]], "masks": [[-100, *row]], "scores": [1.0]}
+    parts = [each[2:] for each in _decisions(group, Credit(spans="answer", values="operator:eq"), tokenizer)]
+    found = [tokenizer.decode(group["tokens"][0][start:end]) for start, end in parts]
+    assert "".join(found) == text and found[1:] == [text[text.index("<answer>") :]]
+
+
+async def test_credit_refuses_a_group_whose_spans_take_too_long(monkeypatch):
+    """A pattern that tries again and again holds up nothing else meanwhile."""
+    monkeypatch.setattr(patterns, "_SECONDS", 0.2)
+    row = [*map(ord, "a" * 200 + "c")]
+    group = {"tokens": [[1, *row]], "masks": [[-100, *row]], "scores": [1.0]}
+    given = asyncio.ensure_future(
+        give_credit(group, Credit(spans="(a|aa|b?a)+$", values="operator:eq"), Letters(), None)
+    )
+    await asyncio.sleep(0.05)
+    assert not given.done(), "the loop goes on while it is matched"
+    with pytest.raises(RefusedGroup, match="environment.credit.spans: pattern .* took more than 0.2 s") as refused:
+        await given
+    assert refused.value.reason == Reason.MARKER_TIMEOUT
 
 
 class Letters:

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from helpers.gem import GSM8K, GUESS, SUMS
-from recipe.atropos.algorithm import reward_bridge
 from recipe.atropos.algorithm.reward_bridge import RewardBridgeError, parse_bridge
 from recipe.atropos.gem.env import register
+from recipe.atropos.utils import patterns
 
 MARKERS = {"format_markers": [{"pattern": "so", "weight": 0.25}], "answer_present": {"pattern": "####", "weight": 0.5}}
 RIGHT, WRONG = "1", "0"  # of the first number of GuessEnv
@@ -85,7 +85,7 @@ def test_gem_reward_bridge_fades_by_the_trainers_step(bridged):
 
 
 def test_gem_reward_bridge_that_takes_too_long_gives_no_reward(bridged, monkeypatch):
-    monkeypatch.setattr(reward_bridge, "_MATCH_SECONDS", 0.1)
+    monkeypatch.setattr(patterns, "_SECONDS", 0.1)
     pattern = {"pattern": "(a|aa|b?a)+$", "regex": True, "weight": 0.1}
     env = bridged({"answer_present": pattern}, GSM8K, **SUMS)
     reward, info = played(env, "a" * 200 + "c")
