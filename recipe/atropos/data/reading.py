@@ -39,8 +39,8 @@ from recipe.atropos.data.rows import (
     environment_name,
 )
 from recipe.atropos.data.scored_group import (
-    FLOAT32_MAX,
     FLOATS,
+    LARGEST,
     Group,
     ScoredGroup,
     flat_numbers,
@@ -128,8 +128,8 @@ class _Reader:
     def __init__(self, whole: ScoredGroup, where: str, uid: str, limits: RowLimits, versions: VersionLimits | None):
         self.whole, self.where, self.uid, self.limits, self.versions = whole, where, uid, limits, versions
         vocab_size, self.said = limits.vocab_size, whole.group_overrides
-        for i in np.flatnonzero(np.abs(whole.scores) > FLOAT32_MAX):  # a store of an earlier version has such
-            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {whole.scores[i]}; it must be a finite float32")
+        for i in np.flatnonzero(np.abs(whole.scores) > LARGEST):  # a store of an earlier version has such
+            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {whole.scores[i]}; at most {LARGEST:g}")
         self.tokens = whole.cut(whole.tokens.astype(np.int64))  # (length,) each
         self.trained = whole.cut(whole.masks != IGNORED)  # (length,) bool each
         for i, ids in enumerate(self.tokens if vocab_size else ()):
@@ -145,7 +145,7 @@ class _Reader:
         }
         for i, values in enumerate(self.floats["advantages"]):
             if values is not None:
-                require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES)
+                require_finite(f"advantages[{i}]", values, Reason.NONFINITE_ADVANTAGES, LARGEST)
         numbers = self.said.trajectory
         given = {(number, values is None) for number, values in zip(numbers, self.floats["advantages"], strict=True)}
         if None not in numbers and len(given) > len(set(numbers)):

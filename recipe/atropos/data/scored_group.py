@@ -60,7 +60,8 @@ _MAGIC = b"ATG1"
 _PREFIX = struct.Struct("<4sI")
 _PADDING = tuple(bytes(n) for n in range(8))
 _INT64 = range(-(2**63), 2**63)
-FLOAT32_MAX = float(np.finfo(np.float32).max)
+LARGEST = 1e15
+"""Of scores and advantages: their squares, and sums of these, are float32 numbers."""
 
 
 class Header(msgspec.Struct):
@@ -99,7 +100,7 @@ class GroupOverrides(Overrides):
     trajectory: list[int] | None = None
     policy_version_min: list[int | None] | None = None
     policy_version_max: list[int | None] | None = None
-    raw_scores: list[Annotated[float, msgspec.Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)] | bool] | None = None
+    raw_scores: list[Annotated[float, msgspec.Meta(ge=-LARGEST, le=LARGEST)] | bool] | None = None
     sampling_params: list[Annotated[list[SamplingParams], msgspec.Meta(min_length=1)] | None] | None = None
 
 
@@ -368,10 +369,10 @@ def require_count(name: str, rows: Sequence[Any], sequences: int) -> None:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{len(rows)} {name} for {sequences} sequences")
 
 
-def require_finite(name: str, values: np.ndarray, reason: Reason) -> None:
+def require_finite(name: str, values: np.ndarray, reason: Reason, largest: float = np.finfo(np.float64).max) -> None:
     """Raise RefusedGroup, with ``reason`` and the position, unless all of a sequence's values are finite."""
-    for at in np.flatnonzero(~np.isfinite(values)):
-        raise RefusedGroup(reason, f"{name} is {values[at]} at position {at}; it must be finite")
+    for at in np.flatnonzero(~(np.abs(values) <= largest)):
+        raise RefusedGroup(reason, f"{name} is {values[at]} at position {at}; it must be finite, at most {largest:g}")
 
 
 def _listed(group: Mapping[str, Any], name: str) -> Sequence[Any]:
@@ -429,8 +430,8 @@ def trajectory_numbers(group_overrides: Mapping[str, Any], sequences: int) -> li
 
 def _require_finite_scores(scores: Sequence[Any]) -> None:
     for i, score in enumerate(scores):
-        if not isinstance(score, Real) or not abs(score) <= FLOAT32_MAX:
-            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {score!r:.80}; it must be a finite float32")
+        if not isinstance(score, Real) or not abs(score) <= LARGEST:
+            raise RefusedGroup(Reason.NONFINITE_SCORES, f"score {i} is {score!r:.80}; it must be at most {LARGEST:g}")
 
 
 # ---------------------------------------------------------------------- records

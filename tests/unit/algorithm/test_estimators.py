@@ -18,6 +18,7 @@ from recipe.atropos.algorithm.advantages import (
     IncompleteGroup,
     MissingAdvantages,
     RunningMoments,
+    add_advantages,
     compute_advantages,
     shape_advantages,
 )
@@ -27,6 +28,7 @@ from recipe.atropos.config.compose import resolved
 from recipe.atropos.config.preflight import check_config
 from recipe.atropos.data.data_proto import groups_to_data_proto
 from recipe.atropos.data.rows import RowLimits, VersionLimits
+from recipe.atropos.data.scored_group import LARGEST
 from recipe.atropos.errors import ConfigurationError
 
 LIMITS = RowLimits(max_length=90, pad_token_id=0)
@@ -37,6 +39,20 @@ def of_one_token(*scores):
     """A group of rows with one trained token each."""
     n = len(scores)
     return {"tokens": [[1, 2]] * n, "masks": [[-100, 2]] * n, "scores": list(scores)}
+
+
+@pytest.mark.parametrize("estimator", OF_SCORES)
+@pytest.mark.parametrize("scores", [(LARGEST, LARGEST, 0.0, 0.0), (LARGEST, -LARGEST, 1.0, 0.0)])
+def test_advantages_of_the_largest_scores_are_finite(estimator, scores):
+    """And so are the running moments, which a checkpoint keeps."""
+    unscaled = ["algorithm.norm_adv_by_std_in_grpo=false"] if "grpo" in estimator else []
+    config = compose_config("actor_rollout_ref.model.path=none", f"algorithm.adv_estimator={estimator}", *unscaled)
+    batch, _ = groups_to_data_proto([of_one_token(*scores)], LIMITS)
+    moments = RunningMoments()
+    settings = config.trainer.atropos
+    settings.advantage_normalization = "global"
+    add_advantages(batch, config.algorithm, settings, moments, None)
+    assert torch.isfinite(batch.batch["advantages"]).all() and np.isfinite([moments.mean, moments.m2]).all()
 
 
 def with_advantages(group, rng, rows=None):

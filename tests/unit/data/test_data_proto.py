@@ -16,7 +16,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.data.data_proto import groups_to_data_proto, real_rows, rows_to_data_proto
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import IGNORED, NO_TEACHER, RowLimits, VersionLimits
-from recipe.atropos.data.scored_group import FLOAT32_MAX
+from recipe.atropos.data.scored_group import LARGEST
 
 LIMITS = RowLimits(max_length=11, pad_token_id=0, vocab_size=100)
 
@@ -297,7 +297,12 @@ def test_a_teachers_untrained_positions_do_not_count():
         (teacher(logprobs=[[], [], [math.log(0.6), math.log(0.5)], [-1, -1]]), "invalid_distill_logprobs", "sum to"),
         ({"tokens": [[5, 6, 7, 100], [5, 6, 9]]}, "foreign_tokens", "token 100 at position 3"),
         ({"tokens": [[5, 6, 7, -1], [5, 6, 9]]}, "foreign_tokens", "token -1 at position 3"),
-        ({"scores": [FLOAT32_MAX * 1.01, 0.0]}, "nonfinite_scores", "score 0 is 3.4"),
+        ({"scores": [LARGEST * 1.01, 0.0]}, "nonfinite_scores", "score 0 is 1010000000000000"),
+        (
+            {"advantages": [[0.0, 0.0, LARGEST * 1.01, 0.0], [0.0] * 3]},
+            "nonfinite_advantages",
+            "[0] is 1010000013033472",
+        ),
         ({"advantages": [0.5, 0.5]}, "malformed", "advantages[0] is not a flat list of numbers"),
         (
             {"inference_logprobs": [[1.0, 1.0, None, -1e39], [1.0, 1.0, -0.3]]},
@@ -308,7 +313,7 @@ def test_a_teachers_untrained_positions_do_not_count():
         (teacher([[], [], [1, 2], [3, 4.5]]), "malformed", "distill_token_ids[0] is not a flat list of whole numbers"),
         (teacher(logprobs=[[], [], [-1, -2], ["-1", -2]]), "malformed", "distill_logprobs[0]"),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_group_that_cannot_be_trained_on_is_refused_and_counted(changes, reason, words):
     """The message names the group, and the first place. ``test_parsing`` has what is no group for the API either."""

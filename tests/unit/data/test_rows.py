@@ -21,7 +21,7 @@ from recipe.atropos.data.rows import (
     environment_name,
     trained_spans,
 )
-from recipe.atropos.data.scored_group import FLOAT32_MAX
+from recipe.atropos.data.scored_group import LARGEST
 
 LIMITS = RowLimits(max_length=5, pad_token_id=0, vocab_size=100)
 
@@ -49,16 +49,16 @@ def teacher(ids=((3, 4), (3, 4)), logprobs=((-1.0, -2.0), (-1.0, -2.0))):
     "changes",
     [
         {"tokens": [[0, 99, 0, 99], [1, 2, 8]]},
-        {"scores": [FLOAT32_MAX, -FLOAT32_MAX]},
+        {"scores": [LARGEST, -LARGEST]},
         {"scores": [1, 2]},
         {"scores": (1.0, 2.0)},
-        {"group_overrides": {"raw_scores": [FLOAT32_MAX, 0]}},
+        {"group_overrides": {"raw_scores": [LARGEST, 0]}},
         {"group_overrides": {"policy_version_min": [4], "policy_version_max": None}},
         {"group_overrides": {"policy_version_min": [4, 4], "policy_version_max": [4, 5]}},
         {"group_overrides": None, "overrides": [{}, {"set_advantage_to_zero": None}]},
         teacher(ids=((0, 99), (1, 2))),
         teacher(logprobs=((np.log(0.5), np.log(0.5)), (-1e4, -1e4))),
-        {"advantages": [[-1e30] * 4, None], "ref_logprobs": [None, []]},
+        {"advantages": [[-LARGEST] * 4, None], "ref_logprobs": [None, []]},
     ],
     ids=range(11),
 )

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from helpers.packed import ODD_MESSAGES
 from recipe.atropos.data.reasons import RefusedGroup
-from recipe.atropos.data.scored_group import FLOAT32_MAX, FLOATS, KEYS, ScoredGroup, read_header, unpack
+from recipe.atropos.data.scored_group import FLOATS, KEYS, LARGEST, ScoredGroup, read_header, unpack
 from recipe.atropos.trajectory_api.parsing import parse_json, parse_packed
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT64 = st.floats(allow_nan=False, allow_infinity=False)
-SCORES = st.floats(-FLOAT32_MAX, FLOAT32_MAX)
+SCORES = st.floats(-LARGEST, LARGEST)
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 JSON = st.recursive(
