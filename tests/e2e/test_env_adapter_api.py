@@ -134,8 +134,9 @@ async def test_adapted_cancelled_task_is_a_failure(api, make):
     assert counts["groups_sent"] == 1 and not env.running_items
 
 
-async def test_adapted_item_that_exits_is_a_failure(api, make):
-    """The process goes on, whether a group exits or one trajectory of it, whose siblings end with it."""
+@pytest.mark.parametrize("raised", [SystemExit, pytest.fail.Exception])
+async def test_adapted_item_that_exits_is_a_failure(api, make, raised):
+    """The process goes on, whether a group raises what is no Exception or one trajectory of it, whose siblings end."""
     running = set()
 
     class Exits(NumberEnv):
@@ -143,13 +144,13 @@ async def test_adapted_item_that_exits_is_a_failure(api, make):
             running.add(asyncio.current_task())
             try:
                 await asyncio.sleep(0.01 if len(running) == 1 else 60)
-                raise SystemExit
+                raise raised("of its own")
             finally:
                 running.remove(asyncio.current_task())
 
         async def collect_trajectories(self, item):
             if item["number"] == 1:
-                raise SystemExit
+                raise raised("of its own")
             return await super().collect_trajectories(item)
 
     class Each(Exits):

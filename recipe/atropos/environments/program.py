@@ -55,7 +55,7 @@ from recipe.atropos.utils.hosts import without_proxy
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.process import start_service
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
-from recipe.atropos.utils.tasks import awaited, in_own_thread, together
+from recipe.atropos.utils.tasks import awaited, guarded, in_own_thread, together
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +144,9 @@ class SessionsEnv(ItemsEnv):
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:
-                    result = await self.play(item, opened)
+                    result = await guarded(self.play(item, opened))
                 return await self._sessions.end(opened.id, **read_reward(result))
-            except (Exception, asyncio.CancelledError, SystemExit) as error:  # an agent raises what it likes
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise
+            except Exception as error:  # an agent raises what it likes
                 logger.warning("session %s failed: %r", opened.id, error)
                 end = str(error) if isinstance(error, SessionFailed) else type(error).__name__
         return await self._sessions.end(opened.id, end="seconds" if limit.expired() else end)

@@ -8,17 +8,19 @@ from typing import Any
 
 
 async def guarded(work: Awaitable[Any]) -> Any:
-    """Await ``work``; raise RuntimeError if it exits, which would end the event loop, or if a task that it awaits was
-    canceled, rather than the current task.
+    """Await ``work``; raise RuntimeError for what is no Exception, as SystemExit, which would end the event loop, or
+    the cancellation of a task that it awaits, rather than of the current task.
     """
     try:
         return await work
-    except SystemExit as error:
-        raise RuntimeError(f"it ended its process: {error!r}") from error
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
     except asyncio.CancelledError as error:
         if asyncio.current_task().cancelling():
             raise
         raise RuntimeError("it waited for a task of its own that was canceled") from error
+    except BaseException as error:
+        raise RuntimeError(f"it raised {error!r}") from error
 
 
 async def awaited(result: Any) -> Any:

@@ -116,14 +116,16 @@ def test_program_that_hangs_ends_before_its_item_does(tmp_path, monkeypatch):
 
 
 async def raises(item, base_url, api_key):
-    raise getattr(builtins, item["error"], asyncio.CancelledError)
+    raise {"CancelledError": asyncio.CancelledError, "outcome": pytest.fail.Exception}.get(item["error"]) or getattr(
+        builtins, item["error"]
+    )
 
 
-@pytest.mark.parametrize("error", ["TimeoutError", "SystemExit", "CancelledError"])
+@pytest.mark.parametrize("error", ["TimeoutError", "SystemExit", "CancelledError", "outcome"])
 def test_program_function_may_raise_what_it_likes(tmp_path, monkeypatch, error):
-    """A session fails by it, no other, and no limit is blamed."""
+    """A session fails by it, no other, and no limit is blamed; also by what is no Exception."""
     found = counted(tmp_path, monkeypatch, {"error": error}, [], agent=f"{__name__}:raises")
-    assert found == {f"failed/{error}": 4, "left_out": 2, "ended": 4}
+    assert found == {f"failed/{'RuntimeError' if error != 'TimeoutError' else error}": 4, "left_out": 2, "ended": 4}
 
 
 def scores_slowly(item, output):
