@@ -28,7 +28,7 @@ def is_plain(answer: str, problem: Mapping[str, Any], scorer: Callable[..., floa
     try:
         read = ast.parse(answer.strip(), mode="eval").body
         if "eval" in runs:
-            return isinstance(read, ast.Name) or _is_literal(read)
+            return _is_literal(read)
         names = {"C", *re.findall(r"[^\W\d]\w*", own)}
         functions = _FUNCTIONS if "integrand" in problem["metadata"] else set()
         steepest = max(_STEEPEST, _degree(ast.parse(own, mode="eval").body, names, functions) if own else 0)

@@ -116,7 +116,16 @@ def test_reasoning_reads_answers_and_runs_none(task, tmp_path):
     train, mark = dataset(task, "{}", 6, 0), tmp_path / "written"
     for problem in [train[i] for i in range(6)]:
         assert score(train, f"<answer>{problem['answer']}</answer>", problem) == 1
-    hostile = f"[open('{mark}', 'w').write('x')]", "9**9**9", "exit()", "factorial(10**9)", "x.y", "{[1]: 2}", "(" * 999
+    hostile = (
+        f"[open('{mark}', 'w').write('x')]",
+        "9**9**9",
+        "exit()",
+        "factorial(10**9)",
+        "x.y",
+        "{[1]: 2}",
+        "(" * 999,
+        "oracle_answer",
+    )
     for answer in hostile:
         assert score(train, f"<answer>{answer}</answer>", train[0]) < 0.1
     assert not mark.exists()
