@@ -15,7 +15,7 @@ from helpers.waiting import until
 from recipe.atropos.credit.group import Credit
 from recipe.atropos.data.sampling import TEMPERATURE_VARIABLE
 from recipe.atropos.sessions.store import SessionStore
-from recipe.atropos.trajectory_api.client import TrajectoryApiError
+from recipe.atropos.trajectory_api.client import TrajectoryApiClient, TrajectoryApiError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -294,6 +294,25 @@ def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
     [group] = batch(api)
     assert group["group_overrides"]["credit"].startswith("spans=turns")
     assert api.get("/diagnose")["counts"]["released/no_group"] == 1
+
+
+def test_session_groups_keep_their_tickets_while_values_take_long(sessions, api, monkeypatch):
+    """Whatever becomes of another environment's: the API would take them back if it heard nothing for a minute."""
+    restarted(sessions, credit=Credit(values=f"{__name__}:half"))
+    opened(sessions, size=1, env="other")
+    sessions.server._groups._groups.copy().popitem()[1].env_id = 99  # one that the API does not know
+    for number, session in enumerate(opened(sessions, item={"question": "hang"})):
+        ended(sessions, session, reward=0.0, turn_values=3)  # refused: the session goes on
+        ended(sessions, session, reward=float(number))
+    heard, status = set(), TrajectoryApiClient.status
+
+    async def noted(self, env_id=None):
+        heard.add(env_id)
+        return await status(self, env_id)
+
+    monkeypatch.setattr(TrajectoryApiClient, "status", noted)
+    until(lambda: len(sessions.server._groups._groups) == 1)
+    assert len(heard - {99}) == 1 and 99 in heard, "meanwhile the values took three seconds"
 
 
 def test_session_groups_wait_for_tickets_at_once(sessions, api, monkeypatch):

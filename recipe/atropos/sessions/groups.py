@@ -186,10 +186,14 @@ class Groups:
             except Exception as error:  # this group alone cannot be read, or be given credit
                 logger.error("group %s is given up: %s", group.id, error, exc_info=error)
                 await self._close(group, Reason.NO_GROUP)
-        for env_id in {group.env_id for group in self._groups.values()}:
-            await self._api.status(env_id)  # it is alive, so it keeps its tickets
         if trouble is not None:
             raise trouble
+
+    async def keep_tickets(self) -> None:
+        """Tell the Trajectory API that the environments of open groups are alive, so they keep their tickets."""
+        for env_id in {group.env_id for group in self._groups.values()}:
+            with contextlib.suppress(TrajectoryApiError):  # it knows this one no more, or is away
+                await self._api.status(env_id)
 
     async def _poll(self, group: SessionGroup) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]

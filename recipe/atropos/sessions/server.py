@@ -117,7 +117,8 @@ class SessionServer:
 
     async def _run(self, app: web.Application) -> Any:
         async with self._api:
-            self._tasks |= {asyncio.create_task(_repeat(work)) for work in (self._groups.poll, self._settle)}
+            works = (self._groups.poll, self._groups.keep_tickets, self._settle)
+            self._tasks |= {asyncio.create_task(_repeat(work)) for work in works}
             yield
             for task in self._tasks:
                 task.cancel()
