@@ -133,6 +133,8 @@ class Gateway:
 
     async def proxy(self, request: web.Request) -> web.StreamResponse:
         """Send a request to one server after another until one answers."""
+        if not request.raw_path.startswith("/"):  # an absolute form, which would go on a server's host name
+            return _error(400, f"{request.raw_path[:80]} is no path; send one")
         body = await request.read()
         failures, waited = [], 0.0
         while len(failures) < _MAX_SENDS:
@@ -196,6 +198,7 @@ class Gateway:
         self, server: Server, request: web.Request, body: bytes
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = _passed_on(request.headers)
+        headers.popall(hdrs.CONTENT_ENCODING, None)  # ``body`` is inflated
         if self._authorization:
             headers[hdrs.AUTHORIZATION] = self._authorization
         return self._session.request(

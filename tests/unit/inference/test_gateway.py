@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gzip
 
 import aiohttp
 import orjson
@@ -46,6 +47,26 @@ async def test_requests_and_replies_pass_unchanged(client, stub):
         assert seen_headers["Host"] == stub.url.removeprefix("http://")
     async with client.session.post(f"{client.url}/generate", data=b"x" * 5_000_000) as reply:
         assert reply.status == 418 and len(stub.seen[-1][2]) == 5_000_000
+
+
+@behind_a_gateway(count=1)
+async def test_a_compressed_request_passes_as_what_it_says(client, stub):
+    await client.admit(stub)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with client.session.post(f"{client.url}/generate", data=gzip.compress(b"{}"), headers=headers) as reply:
+        assert reply.status == 200 and stub.seen[-1][2] == b"{}" and "Content-Encoding" not in stub.seen[-1][3]
+
+
+@behind_a_gateway(count=1)
+async def test_a_request_names_no_other_host(client, stub):
+    """An absolute target would go on the server's host name, and the trainer's key with it."""
+    await client.admit(stub)
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(client.url).port)
+    key = environments_key(KEY)
+    writer.write(f"GET x://foo/generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+    assert (await reader.readline()).split()[1] == b"400"
+    writer.close()
+    assert not stub.seen and await client.states() == ["admitted"]
 
 
 @behind_a_gateway(count=1)
