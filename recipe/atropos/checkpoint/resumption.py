@@ -116,6 +116,11 @@ def _layout(config: DictConfig) -> dict[str, Any]:
     strategy, size = (OmegaConf.select(config, key) for key in keys)
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     found = dict(zip(keys, (strategy, size if size is None or 0 < size < ranks else -1), strict=True))
+    for name in ("lora_rank", "target_modules", "exclude_modules"):
+        if name == "lora_rank" or OmegaConf.select(config, "actor_rollout_ref.model.lora_rank"):
+            key = f"actor_rollout_ref.model.{name}"
+            value = OmegaConf.select(config, key)
+            found[key] = sorted(value) if OmegaConf.is_list(value) else value
     return {key: value for key, value in found.items() if value is not None}
 
 

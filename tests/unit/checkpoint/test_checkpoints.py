@@ -225,6 +225,23 @@ def test_run_dir_of_another_layout_of_ranks_is_refused(configured, tmp_path, key
         configured(**{"trainer.n_gpus_per_node": ranks, f"actor_rollout_ref.actor.{key}": value})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "then"),
+    [("lora_rank", 16, 8), ("lora_rank", 0, 8), ("target_modules", ["q_proj"], r"\['o_proj', 'q_proj'\]")],
+)
+def test_run_dir_of_another_adapter_is_refused(configured, tmp_path, key, value, then):
+    """Its configuration stays; the order of the modules is no other."""
+    model, file = "actor_rollout_ref.model.", tmp_path / "run/config.yaml"
+    adapter = {f"{model}lora_rank": 8, f"{model}target_modules": ["q_proj", "o_proj"]}
+    configured(**adapter)
+    save(tmp_path / "run/checkpoints", 2)
+    before = file.read_bytes()
+    with pytest.raises(ConfigurationError, match=rf"{model}{key}=.*, and \S+step_2 was saved with {then}: give that"):
+        configured(**adapter | {f"{model}{key}": value})
+    assert file.read_bytes() == before
+    configured(**adapter | {f"{model}target_modules": ["o_proj", "q_proj"]})
+
+
 def test_run_dir_asks_the_run_of_a_checkpoint_for_its_layout(configured, tmp_path):
     configured(**{"actor_rollout_ref.actor.strategy": "fsdp"})
     save(tmp_path / "run/checkpoints", 2)
