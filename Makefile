@@ -68,14 +68,17 @@ sglang-env: $(SGLANG_STAMP)
 
 # Two environments, because the pins of verl and of SGLang exclude each other. Each is built from nothing whenever its
 # pins change, so that no package of an older set stays behind.
+# $(call made,FOLDER) makes an environment anew, but removes no folder that make has not made, as docs/gpu.md has some.
+made = if [ -e $(1) ] && [ ! -e $(1)/.made ] && [ ! -e $(1)/.installed ]; then \
+	echo "$(1) was not made by make, which would replace it: move it, or give another folder (VENV, SGLANG_VENV)"; exit 1; \
+	fi; rm -rf $(1) && mkdir -p $(1) && touch $(1)/.made && $(PYTHON) -m venv $(1)
 # $(call progress,NAME,FILES) shows of pip's output how many of the packages in FILES it has found.
 progress = | awk -v total=$$(cat $(2) | grep -c ==) '/^Collecting /{if (++n % 25 == 0) say(n " of " total " packages found")} \
 	/^Installing/{say("unpacking " total " packages")} function say(text) {print "$(1): " text; fflush()}'
 
 $(TRAINER_STAMP): requirements/trainer-cpu.txt pyproject.toml
 	@echo "$(VENV): installing the trainer's $$(grep -c == $<) packages (torch, verl, ray), 2.3 GB, once, in about 3 minutes"
-	@rm -rf $(VENV)
-	@$(PYTHON) -m venv $(VENV)
+	@$(call made,$(VENV))
 	@$(VENV)/bin/python $(PIP_INSTALL) -r requirements/trainer-cpu.txt $(call progress,$(VENV),$<)
 	@$(VENV)/bin/python $(PIP_INSTALL) --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -86,8 +89,7 @@ $(TEST_STAMP): $(TRAINER_STAMP) requirements/test.txt requirements/gem.txt  # a 
 	touch $@
 
 $(MUTATION_STAMP): requirements/mutation.txt
-	rm -rf $(MUTATION_VENV)
-	$(PYTHON) -m venv $(MUTATION_VENV)
+	$(call made,$(MUTATION_VENV))
 	$(MUTATION_VENV)/bin/python $(PIP_INSTALL) --quiet -r requirements/mutation.txt
 	touch $@
 
@@ -95,8 +97,7 @@ $(SGLANG_STAMP): requirements/sglang-cpu.txt requirements/sglang.txt
 $(SGLANG_0_5_12_STAMP): requirements/sglang-0.5.12-cpu.txt requirements/sglang-0.5.12.txt
 $(SGLANG_STAMP) $(SGLANG_0_5_12_STAMP): %/.installed:
 	@echo "$*: installing SGLang's $$(cat $^ | grep -c ==) packages, 2.6 GB, once, in about 3 minutes"
-	@rm -rf $*
-	@$(PYTHON) -m venv $*
+	@$(call made,$*)
 	@$*/bin/python $(PIP_INSTALL) -r $(filter %-cpu.txt,$^) $(call progress,$*,$^)
 	@$*/bin/python $(PIP_INSTALL) --quiet --no-deps -r $(filter-out %-cpu.txt,$^)
 	@touch $@

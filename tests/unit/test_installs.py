@@ -1,6 +1,7 @@
 """What messages and pages tell to install is what the installed packages themselves take."""
 
 import re
+import subprocess
 import tomllib
 from collections import defaultdict
 from importlib import metadata
@@ -17,6 +18,20 @@ QUOTED = "docs/migration.md"  # commands of other documents
 COMMAND = re.compile(r"(?:pip install|_pip\([\w.]+\)\})((?: +[^\s`'\"|;,)]+)+)")
 BUILT_WITH_TORCH = "flash-attn"
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize("target", ["trainer-env", "test-env", "sglang-env", "test-mutations"])
+def test_make_removes_no_environment_of_the_users_own(target, tmp_path):
+    """As docs/gpu.md builds some by hand; one that was interrupted is made anew."""
+    own = tmp_path / "own"
+    (own / "bin").mkdir(parents=True)
+    folders = [f"{name}={own}" for name in ("VENV", "SGLANG_VENV", "MUTATION_VENV")]
+    command = ["make", "-C", str(ROOT), target, *folders, "PYTHON=true", "PIP_INSTALL="]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode and "was not made by make" in done.stdout and (own / "bin").exists()
+    (own / ".made").touch()
+    subprocess.run(command, capture_output=True, timeout=60)
+    assert not (own / "bin").exists()
 
 
 def commands():
