@@ -133,9 +133,11 @@ def _detach(leave: Callable[[Path], None], files: RunDir) -> None:
 def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | None = None) -> int:
     """Check, start, train, end; return the exit status. ``detach`` is called once all checks have passed."""
     console.is_interactive = not arguments.plain
+    mode = "auto"
     try:
         with _signals_as_interrupts():
             plan = plan_run(compose_overrides(arguments))
+            mode = plan.config.trainer.resume_mode
             run = Run(plan)
             check_run(run, shows_key=detach is None)
             if arguments.dry_run:
@@ -150,7 +152,8 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 with bounded_logs(run.files.logs), view:
                     asyncio.run(launch(run))
     except (KeyboardInterrupt, asyncio.CancelledError) as stopped:
-        say("the same command resumes the run", "stopped")
+        without = "" if mode == "auto" else f", without trainer.resume_mode={mode},"
+        say(f"the same command{without} resumes the run", "stopped")
         return RECOVERABLE if isinstance(stopped, _EarlyPreemption) else 130
     except Exception as error:
         if (message := expected_failure(error)) is None:

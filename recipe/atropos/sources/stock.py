@@ -63,9 +63,8 @@ async def _is_stock(config: DataSourceConfig) -> bool:
             return False
         except TrajectoryApiError as error:
             if error.status != 404:
-                raise DataSourceError(
-                    f"trainer.atropos.api_url={config.api_url}: {error}; start it or correct trainer.atropos.api_url"
-                ) from error
+                fix = "; start it or correct trainer.atropos.api_url" if error.status is None else ""
+                raise DataSourceError(f"trainer.atropos.api_url={config.api_url}: {error}{fix}") from error
     logger.warning(
         "%s is atroposlib's run-api: what it holds is lost with it or with the trainer, a batch whose connection "
         "breaks too, and max_staleness only drops; python -m recipe.atropos.trajectory_api loses nothing",

@@ -310,7 +310,8 @@ class TrajectoryApiClient:
         except TrajectoryApiError as error:
             if not error.may_change:
                 raise
-            why = f"it cannot store: {error.trouble}" if error.trouble else "is the Trajectory API up?"
+            silent = "is the Trajectory API up?" if error.status is None else "see its log"
+            why = f"it cannot store: {error.trouble}" if error.trouble else silent
             raise TrajectoryApiError(f"{error}, for {limit(error):g} s; {why}") from error.__cause__
 
     async def _trouble(self) -> str:
