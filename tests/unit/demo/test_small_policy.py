@@ -41,6 +41,16 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others(folder, tmp_path)
     assert not all(first[name].shape == other[name].shape and torch.equal(first[name], other[name]) for name in first)
 
 
+def test_weights_are_the_same_by_one_thread_and_by_two(tmp_path, monkeypatch):
+    """Bit for bit, in batches as large as the policy's own."""
+    recipe, made = replace(QUICK, steps=4, batch_size=Recipe.batch_size), []
+    for policy in ("ACTIVE", "PASSIVE"):
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        make_small_policy(tmp_path / policy, seed=1, recipe=recipe)
+        made.append(load_file(tmp_path / policy / "model.safetensors"))
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
 @given(st.text(max_size=60))
 @example("\uf900")  # which has a canonical form
 def test_any_text_survives_the_tokenizer(tokenizer, text):
