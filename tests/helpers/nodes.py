@@ -76,12 +76,16 @@ class Cluster:
         _ip("-n", own, "address", "add", f"{self.address(node)}/24", "dev", device)
         _ip("-n", own, "link", "set", device, "up")
 
+    def environment(self):
+        """Variables of a node's programs, without those of a Ray that an earlier test has started in this process."""
+        return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | self.variables
+
     def command(self, node, *command):
         return ["ip", "netns", "exec", f"{self.prefix}-{node}", *command]
 
     def run(self, node, *command, timeout=300):
         """Run a program of this checkout on a node to its end; return what ``subprocess.run`` does, with its output."""
-        given = {"env": os.environ | self.variables, "cwd": ROOT, "timeout": timeout}
+        given = {"env": self.environment(), "cwd": ROOT, "timeout": timeout}
         return subprocess.run(self.command(node, *command), capture_output=True, text=True, **given)
 
     def start(self, node):
@@ -99,7 +103,7 @@ class Cluster:
                 self.command(node, "sh", "-ec", f'{self.first.get(node, "")}\nexec "$@"', "sh", *ray),
                 stdout=log,
                 stderr=log,
-                env=os.environ | self.variables,
+                env=self.environment(),
                 start_new_session=True,
             )
         self._wait(node)
