@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.atropos.checkpoint.store import Checkpoints, model_of, step_of
+from recipe.atropos.checkpoint.store import Checkpoints, checkpoints_of, model_of, step_of
 from recipe.atropos.config.compose import LAUNCHER_KEYS, leaves
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import FORMAT, RunDir
@@ -79,7 +79,13 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
     for path in (folder.metrics, folder.evaluations, folder.alarms, *folder.environments.glob("*.jsonl")):
         read_lines(path)
     read_json(folder.summary)
-    resumed = _own_checkpoints(folder, config).to_resume(config.trainer)
+    checkpoints, others = _own_checkpoints(folder, config), checkpoints_of(folder)
+    resumed = checkpoints.to_resume(config.trainer)
+    if resumed is None and config.trainer.resume_mode == "auto" and others.whole():
+        raise ConfigurationError(
+            f"trainer.default_local_dir={checkpoints.directory}, and this run has its checkpoints in "
+            f"{others.directory}: give that or move them, or begin another run (--run-dir)"
+        )
     model, trained = model_identity(config.actor_rollout_ref.model.path), model_of(resumed) if resumed else None
     by = "digest" if trained and trained["digest"] and model["digest"] else "path"
     if trained is not None and trained[by] != model[by]:

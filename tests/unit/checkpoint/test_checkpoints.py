@@ -258,7 +258,9 @@ def test_run_dir_leaves_another_runs_checkpoints_alone(configured, tmp_path):
     shared, run = tmp_path / "shared", tmp_path / "run"
     configured(**{"trainer.default_local_dir": str(shared)})
     save(shared, 2)
-    configured()
+    with pytest.raises(ConfigurationError, match=f"dir={run}/checkpoints, and this run has its .* {shared}: give that"):
+        configured()  # it would begin anew
+    configured(**{"trainer.resume_mode": "disable"})
     for folder in (shared, run / "checkpoints"):
         write_files(folder / "global_step_3", {"incomplete": b""})
         with pytest.raises(ConfigurationError, match=f"dir={folder} is that of the run in {run}: resume"):
