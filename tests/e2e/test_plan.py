@@ -162,6 +162,14 @@ def test_plan_counts_the_buckets_that_a_push_keeps(qwen):
     assert plan_memory(elsewhere, 80 * GIB).trainer.buckets_stay, "no GPU here: each is taken to have its own"
 
 
+def test_plan_separates_servers_that_the_launcher_separates(qwen, monkeypatch):
+    """On the head of a cluster, whose own GPUs are too few for both."""
+    monkeypatch.setattr("recipe.atropos.commands.plan.visible_gpus", lambda: 8)
+    for overrides, colocated in (([], True), (["trainer.nnodes=2"], False), (["inference.placement=ray"], False)):
+        given = [f"actor_rollout_ref.model.path={qwen('7b')}", "trainer.n_gpus_per_node=8", *overrides]
+        assert plan_memory(load_config(given), 80 * GIB).colocated is colocated
+
+
 SHARED, APART = ["inference.colocated=true"], ["inference.colocated=false"]
 
 

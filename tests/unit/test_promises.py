@@ -125,7 +125,7 @@ def test_promises_of_old_files_are_kept_or_told_key_by_key(tmp_path):
     file.write_text(OF_THE_VERL_DOCUMENT)
     config = load_config([MODEL, f"config={file}"])
     assert config.trainer.atropos.api_url == "http://localhost:9001" and config.trainer.atropos.max_wait_time == 30
-    set_by_it = "^trainer.atropos.api_url is set by the launcher, .* give api.host and api.port"
+    set_by_it = "^trainer.atropos.api_url is not for the launcher, .* give api.host and api.port"
     with pytest.raises(ConfigurationError, match=set_by_it):
         plan_run([MODEL, f"config={file}"])
     file.write_text(OF_THE_SFT_DOCUMENT)

@@ -211,8 +211,10 @@ def test_promises_config_of_a_trainer_has_its_services(tmp_path, model_path, mon
     main.train(load_config(["preset=demo", *given]), differences(composed))
     file = f"config={tmp_path / 'config.yaml'}"
     assert load_config([file]).inference.urls == ["http://127.0.0.1:1"]
-    with pytest.raises(ConfigurationError, match="inference.urls is set by the launcher"):
+    with pytest.raises(ConfigurationError, match="inference.urls is not for the launcher"):
         plan_run([file])
+    with pytest.raises(ConfigurationError, match="trainer.atropos.replay is not for .* verl-atropos replay RUN"):
+        plan_run(["preset=demo", "trainer.atropos.replay=runs/demo/trajectories"])
     (tmp_path / "given.yaml").unlink()
     with pytest.raises(ConfigurationError, match="a replay wrote it, without given.yaml, .* replay reads it"):
         load_config([file])

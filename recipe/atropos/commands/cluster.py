@@ -78,7 +78,7 @@ def check(overrides: Sequence[str], nodes: int, wait: float) -> int:
     Raises:
         ConfigurationError: no cluster is joined.
     """
-    config = plan_run([*overrides, *([] if names_model(overrides) else [f"{MODEL_KEY}=model"])]).config
+    config = plan_run([*overrides, *([] if names_model(overrides) else [f"{MODEL_KEY}=model"])], begins=False).config
     if not cluster_address(config.ray_kwargs.ray_init):
         raise ConfigurationError("no Ray cluster is joined: set ray_kwargs.ray_init.address=HEAD:6379, or RAY_ADDRESS")
     from recipe.atropos.launcher.cluster_check import check_nodes, wait_for_nodes

@@ -368,7 +368,7 @@ def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if every check passed."""
     overrides, console = compose_overrides(given), Console(highlight=False)
     has_model = names_model(overrides)
-    plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]))
+    plan = plan_run(overrides + ([] if has_model else [f"{MODEL_KEY}=model"]), begins=False)
     results = examine(plan) | examine_run(plan.config, has_model)
     for name, result in results.items():
         color = {"ok": "green", "FAILED": "bold red"}.get(result.state, "yellow")

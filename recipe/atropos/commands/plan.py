@@ -91,9 +91,9 @@ def plan_memory(config: DictConfig, memory: int | None = None) -> MemoryPlan:
         raise ConfigurationError("there is no GPU here: give --gpu-memory GIB, of each GPU that is to be used")
     model, colocated = _on_meta(config), config.inference.colocated
     if colocated is None:  # as the launcher decides; without GPUs here, assume separate GPUs
-        colocated = (
-            0 < visible_gpus() < config.trainer.n_gpus_per_node + (config.inference.servers or 1) * _launch(config).gpus
-        )
+        needed = config.trainer.n_gpus_per_node + (config.inference.servers or 1) * _launch(config).gpus
+        by_ray = config.trainer.nnodes > 1 or config.inference.placement == "ray"
+        colocated = not by_ray and 0 < visible_gpus() < needed
     config = config.copy()
     config.trainer.device, config.inference.colocated = "cuda", colocated
     set_micro_batches(config, flash_is_installed())
@@ -356,6 +356,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if everything fits."""
     memory = None if given.gpu_memory is None else int(given.gpu_memory * GIB)
-    found = plan_memory(plan_run(compose_overrides(given)).config, memory)
+    found = plan_memory(plan_run(compose_overrides(given), begins=False).config, memory)
     show(found, Console(highlight=False))
     return 1 if found.problems else 0

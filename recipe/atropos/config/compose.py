@@ -68,12 +68,13 @@ from recipe.atropos.utils.secret import (
 )
 
 _FOLDER = Path(__file__).parent
-# Keys that the launcher sets, and what a user gives instead.
+# Keys for a trainer without the launcher, and what a user of the launcher gives instead.
 LAUNCHER_KEYS = {
     "evaluation.evaluated_file": "nothing",
     "inference.gateway": "inference.host and inference.gateway_port",
     "inference.urls": "inference.servers, inference.host and inference.port",
     "trainer.atropos.api_url": "api.host and api.port",
+    "trainer.atropos.replay": "verl-atropos replay RUN",
     "trainer.atropos.startup_timeout": "inference.start_timeout",
 }
 

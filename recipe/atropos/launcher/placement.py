@@ -45,6 +45,17 @@ def place_servers(config: DictConfig) -> str | None:
     launch = SGLangLaunch("", extra_args=inference.args)
     each, first = launch.gpus, launch.extra_args.get("base_gpu_id")
     decided, colocated, servers = inference.colocated is None, inference.colocated, inference.servers
+    several = f"with trainer.nnodes={config.trainer.nnodes}: Ray may give these GPUs to ranks"
+    check_rules(
+        [
+            (config.trainer.nnodes > 1 and colocated, f"inference.colocated=true {several} of others; leave it out"),
+            (
+                config.trainer.nnodes > 1 and first is None,
+                f"inference.placement=launcher {several}: keep some from it (ray start --num-gpus here), and give the "
+                "first of them as inference.args.base_gpu_id",
+            ),
+        ]
+    )
     if decided:
         colocated = bool(ranks) and first is None and ranks + (servers or 1) * each > gpus
     if servers is None:

@@ -72,8 +72,9 @@ class RunPlan:
         return resolved(with_values(self.composed, decided))
 
 
-def plan_run(overrides: list[str]) -> RunPlan:
-    """Return the plan of a run with ``overrides``. Paths below run.dir are in the folder that is chosen.
+def plan_run(overrides: list[str], begins: bool = True) -> RunPlan:
+    """Return the plan of a run with ``overrides``. Paths below run.dir are in the folder that is chosen: one that no
+    finished run has, if the run ``begins``.
 
     Raises:
         ConfigurationError: as ``load_config``, ``choose_run_dir`` and ``Start.of``; or a key is given that only a
@@ -81,7 +82,7 @@ def plan_run(overrides: list[str]) -> RunPlan:
     """
     given, start = given_keys(overrides), None
     if own := [
-        f"{key} is set by the launcher, which starts the services itself; drop it and give {LAUNCHER_KEYS[key]}, or "
+        f"{key} is not for the launcher, which starts the services itself; drop it and give {LAUNCHER_KEYS[key]}, or "
         "train beside services of your own by python -m recipe.atropos.main"
         for key in sorted(given & LAUNCHER_KEYS.keys())
     ]:
@@ -89,7 +90,9 @@ def plan_run(overrides: list[str]) -> RunPlan:
     later = "run.resume_from" in given and MODEL_KEY not in given  # the model is known once the run's folder is
     composed = compose_config(overrides, tell=say)
     config = resolved(with_values(composed, {MODEL_KEY: _MODEL_TO_COME}) if later else composed)
-    directory, values = choose_run_dir(config, explicit="run.dir" in given), {}
+    directory, values = Path(config.run.dir).expanduser().resolve(), {}
+    if begins:
+        directory = choose_run_dir(config, explicit="run.dir" in given)
     if directory != Path(config.run.dir).resolve():
         values = {"run.dir": str(directory)}
     if config.run.resume_from:

@@ -255,6 +255,7 @@ def test_gpu_memory_is_lent_by_a_library_that_finds_cuda(machine, model_path, mo
 
 
 BY_RAY = "inference.placement=ray"
+HERE = ("trainer.nnodes=2", "inference.placement=launcher")
 
 
 def test_placement_by_ray_takes_gpus_of_whole_nodes(machine, tmp_path):
@@ -265,7 +266,7 @@ def test_placement_by_ray_takes_gpus_of_whole_nodes(machine, tmp_path):
     launches = plan_servers(run_of(config, tmp_path)).values()
     assert [launch.gpus for launch in launches] == [2, 2, 2]
     assert not any("base_gpu_id" in launch.extra_args for launch in launches)
-    config, _ = placed(HEAD, "trainer.nnodes=2", "inference.placement=launcher", "trainer.n_gpus_per_node=1")
+    config, _ = placed(HEAD, *HERE, "trainer.n_gpus_per_node=1", "inference.args.base_gpu_id=0")
     assert config.inference.placement == "launcher"
 
 
@@ -296,6 +297,8 @@ def test_placement_is_by_ray_where_this_machine_has_too_few_gpus(machine, gpus, 
         ([BY_RAY, HEAD, "inference.args.nnodes=2"], "inference.args.nnodes=2 with .* all on one node"),
         ([BY_RAY, HEAD, "inference.args.base-gpu-id=1"], "inference.args.base_gpu_id=1 with"),
         ([BY_RAY, HEAD, "inference.port=30000"], "inference.port=30000 with"),
+        ([HEAD, *HERE], "inference.placement=launcher with trainer.nnodes=2: .*inference.args.base_gpu_id"),
+        ([HEAD, *HERE, "inference.colocated=true"], "inference.colocated=true with trainer.nnodes=2: Ray may give"),
     ],
 )
 def test_placement_by_ray_refuses_what_ray_decides(machine, overrides, message):

@@ -190,8 +190,10 @@ def test_run_dir_below_home_is_no_folder_of_that_name(tmp_path, monkeypatch, opt
 @pytest.mark.parametrize("key", ["run.dir=DIR", "++run.dir=DIR", "run={dir: DIR}"])
 def test_run_dir_given_by_hand_is_not_replaced(tmp_path, key):
     finished(tmp_path / "run")
+    given = ["preset=demo", key.replace("DIR", str(tmp_path / "run"))]
     with pytest.raises(ConfigurationError, match=rf"run.dir={tmp_path}/run holds a run that has trained 60 steps"):
-        plan_run(["preset=demo", key.replace("DIR", str(tmp_path / "run"))])
+        plan_run(given)
+    assert plan_run(given, begins=False).files.path == tmp_path / "run", "who only plans, or looks, begins none"
 
 
 def test_schema_start_speaks_of_flags_as_keys():
