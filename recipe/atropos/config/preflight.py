@@ -49,11 +49,11 @@ def check_config(config: DictConfig) -> None:
             _distillation(config),
             _shares(specs, config.data.train_batch_size * config.actor_rollout_ref.rollout.n),
             _ignored_credit(config, specs),
-            () if specs else _joined(config),
+            _ignored(config, specs) if specs else _joined(config),
             _training(config),
             _weight_sync(config),
             _transport(config),
-            _sessions(config),
+            _sessions(config, specs),
         )
     )
 
@@ -156,7 +156,11 @@ def _transport(config: DictConfig) -> Rules:
         yield from ((True, problem) for problem in transport.problems(config))
 
 
-def _sessions(config: DictConfig) -> Rules:
+def _sessions(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rules:
+    yield (
+        config.sessions.enabled is False and any(spec.program for spec in specs),
+        "sessions.enabled=false: programs sample through the session server; leave it out",
+    )
     if (config.sessions.renderer, config.sessions.tool_parser) == ("auto", None):
         return
     from renderers.configs import RendererConfig  # imported here: few runs name one
@@ -186,6 +190,18 @@ def _shares(specs: Sequence[EnvironmentSpec], batch_size: int) -> Rules:
         without and total > 1 - 1e-6,
         f"{listed} leaves nothing of a batch to {', '.join(without)}; give it a part, or leave it out",
     )
+
+
+def _ignored(config: DictConfig, specs: Sequence[EnvironmentSpec]) -> Rules:
+    """Yield settings that have no effect on the environments that the run starts."""
+    several, own = bool(config.environments), config.environment
+    for key, ignored, fix in (
+        ("credit", several, "give environments.NAME.credit"),
+        ("reward_bridge", several, "give environments.NAME.reward_bridge"),
+        ("items", not several and not specs[0].program, "give environment.command or agent"),
+        ("score", not several and not specs[0].program, "give environment.command"),
+    ):
+        yield ignored and own[key], f"environment.{key}={own[key]} has no effect here: {fix}, or leave it out"
 
 
 def _joined(config: DictConfig) -> Rules:

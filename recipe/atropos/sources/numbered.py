@@ -73,7 +73,8 @@ class DataSourceConfig:
         """Build from the full configuration."""
         values = config.trainer.atropos
         own = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        joined = config.environment.target is None and not config.environments
+        starts = (config.environment[key] for key in ("target", "command", "agent"))
+        joined = not (any(starts) or config.environments)
         return cls(**own, joined=joined, secret=config.inference.api_key)
 
     @property

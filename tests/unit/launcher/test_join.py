@@ -93,6 +93,21 @@ def test_join_refuses_settings_of_no_environment(override, told):
         check_config(config(override))
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("environment.credit={lam: 0.5} environments.one.target=their.env", "environment.credit={'lam': 0.5} has no"),
+        ("environment.reward_bridge={clip: [0, 1]} environments.one.target=their.env", "give environments.NAME.reward"),
+        ("environment.target=their.env environment.items=a.jsonl", "environment.items=a.jsonl has no effect here"),
+        ("environment.target=their.env environment.score=a:b", "give environment.command, or leave it out"),
+        ("environment.agent=a:b sessions.enabled=false", "sessions.enabled=false: programs sample through"),
+    ],
+)
+def test_settings_without_effect_on_the_environments_are_refused(given, told):
+    with pytest.raises(ConfigurationError, match=re.escape(told)):
+        check_config(config(*re.split(" (?=environment|sessions)", given)))
+
+
 def test_join_takes_credit_for_groups_of_sessions():
     check_config(config("environment.credit={lam: 0.5}", "sessions.enabled=true"))
     with pytest.raises(ConfigurationError, match="teacher.* has no effect with environment.target=null"):
@@ -102,6 +117,8 @@ def test_join_takes_credit_for_groups_of_sessions():
 def test_join_waits_long_and_needs_a_key_that_somebody_can_know(monkeypatch):
     assert DataSourceConfig.from_config(config()).longest_wait == ("join_timeout", 86400)
     assert DataSourceConfig.from_config(load_config(["preset=demo"])).longest_wait == ("max_wait_time", 600)
+    for own in ("environment.command=python", "environment.agent=a:b"):
+        assert DataSourceConfig.from_config(config(own)).longest_wait[0] == "max_wait_time", "it starts a program"
     several = config("environments.one.target=their.env")
     assert DataSourceConfig.from_config(several).longest_wait[0] == "max_wait_time"
     monkeypatch.delenv("ATROPOS_API_KEY", raising=False)
