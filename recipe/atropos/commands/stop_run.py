@@ -21,7 +21,7 @@ from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import ELSEWHERE, RunReader, find_run
 from recipe.atropos.terminal.dashboard import shown_path
 from recipe.atropos.terminal.progress import shows_live
-from recipe.atropos.terminal.status import RUN_HELP, how_to_go_on
+from recipe.atropos.terminal.status import RESUMES, RUN_HELP, how_to_go_on
 
 _WAIT_SECONDS, _POLL_SECONDS = 120.0, 0.2
 
@@ -55,7 +55,7 @@ def stop_run(files: RunDir, console: Console, limit: float) -> int:
                 )
             time.sleep(_POLL_SECONDS)
     after = RunReader(files.path).read()
-    how = "had finished" if after.state == "finished" else "the command that started it resumes it"
+    how = "had finished" if after.state == "finished" else RESUMES
     seconds = time.monotonic() - begun
     console.print(Text(f"stopped {name} after step {after.step}, in {seconds:.0f} s; {how}"), soft_wrap=True)
     return 0
