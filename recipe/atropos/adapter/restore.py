@@ -7,7 +7,7 @@ All of an environment's calls to its SGLang servers use token ids and are cached
   different ones, that is counted (``other_logprobs``).
 - A reply that was re-encoded from its text is replaced by the sampled tokens. What templates add to it, such as a
   newline after the end of the turn, stays and is not trained on. Advantages that are equal over the reply are carried
-  over; with other per-token values, the text stays, and is not trained on (``not_aligned``).
+  over; with other per-token values, the sampled tokens are not trained on (``not_aligned``).
 - A reply that the environment put into another context (``other_context``), such as another prompt or none, gets its
   own prompt back if it is the first of its sequence, since its logprobs do not hold in another. A later one stays.
 - Tokens that nobody sampled, or that came from a server or route without token ids, are not trained on
@@ -126,7 +126,7 @@ def restore(
             moved = _moved(cache, piece.tokens, posted, flags, columns)
             if moved is None:
                 counts["not_aligned"] += 1
-                row.add(posted or piece.tokens, None, given, columns if posted else None)
+                row.add(piece.tokens)
                 continue
             (flags, columns), given = moved, None
         if any(flags):

@@ -193,8 +193,22 @@ def test_values_for_each_token_go_with_the_tokens_or_keep_them(cache, tokenizer,
     assert counts["not_aligned"] == 0
     for values in ({"advantages": [float(i) for i in range(size)]}, {"distill_logprobs": [[-0.1]] * size}):
         kept, counts = restored(cache, posted, len(prompt), **values)
-        assert kept.tokens == posted and set(kept.masks) == {I} and kept.values == values
+        assert kept.tokens == row.tokens and set(kept.masks) == {I}
         assert counts["not_aligned"] == 1
+
+
+@pytest.mark.parametrize("values", [{"advantages": 0.1}, {"ref_logprobs": -0.5}, {"distill_logprobs": [-0.1]}])
+def test_values_that_fit_no_reply_leave_later_ones_their_context(cache, tokenizer, prompt, values):
+    """Which is the reply as it was sampled, though it is not trained on."""
+    sampled(cache, prompt, "a", "b", "c", END)
+    context = cache.restore_sampled(chat(tokenizer, "go", "abc", "next"))
+    sampled(cache, context, "d", END)
+    posted = chat(tokenizer, "go", "abc", "next", "d", add_generation_prompt=False)
+    [(name, value)] = values.items()
+    column = [value * n if name == "advantages" else value for n in range(len(posted))]
+    row, counts = restored(cache, posted, len(prompt), **{name: column})
+    first = next(place for place, mask in enumerate(row.masks) if mask != I)
+    assert row.tokens[:first] == context and counts["not_aligned"] == 1
 
 
 def test_sampled_ends_of_a_turn_are_trained_on_where_they_were(cache, tokenizer, prompt):
