@@ -79,6 +79,7 @@ def test_a_key_is_stored_once(api):
     api.restart()
     api.post("/scored_data_list", [group(1), group(1)], Atropos_Key="one")
     api.post("/scored_data", group(1), status=409, Atropos_Key="one")
+    api.post("/scored_data_list", [group(1), group(2)], status=409, Atropos_Key="one")
     assert api.get("/status")["queue_size"] == 2
 
 

@@ -8,7 +8,7 @@ Guarantee: a record is returned as it was stored, or ``DamagedRecord`` is raised
 
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS records (id INTEGER PRIMARY KEY, data BLOB NOT NULL, 
 CREATE TABLE IF NOT EXISTS tickets (
     number INTEGER PRIMARY KEY, env INTEGER, sequences INTEGER NOT NULL, due INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS posts (key TEXT PRIMARY KEY, groups INTEGER NOT NULL); -- a digest of its groups
 """
 _ENTRY = "number, env, sequences, tokens, id, due"  # the columns of an ``Entry``
 FORMAT = 2  # since records have digests
@@ -179,10 +179,10 @@ def append(
     connection: sqlite3.Connection,
     groups: Sequence[Entry],
     records: Sequence[bytes],
-    key: str | None = None,
+    named: Mapping[str, int] | None = None,
     ticket: int | None = None,
 ) -> None:
-    """Store a post's groups and their records, its idempotency key, and the end of its ticket."""
+    """Store a post's groups and their records, its idempotency key with their digest, and the end of its ticket."""
     now = time.time()
     connection.executemany(
         f"INSERT INTO groups ({_ENTRY}, time) VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -192,8 +192,8 @@ def append(
         "INSERT INTO records (id, data, digest) VALUES (?, ?, ?)",
         [(one.id, record, _digest(one.id, record)) for one, record in zip(groups, records, strict=True)],
     )
-    if key is not None:
-        connection.execute("INSERT OR REPLACE INTO posts VALUES (?, ?)", (key, len(groups)))
+    if named:
+        connection.executemany("INSERT OR REPLACE INTO posts VALUES (?, ?)", named.items())
         forget_posts(connection)
     if ticket is not None:
         end_tickets(connection, [ticket])

@@ -117,7 +117,7 @@ class TrajectoryService:
         self.resized: int = run.get("resized", 0)
         self.deleted: int = run.get("deleted", 0)
         self.served: int = min(run.get("served", self.cursor), self.last)
-        self.posts: FIFOCache[str, int] = FIFOCache(database.KEPT_POSTS)  # groups, by idempotency key
+        self.posts: FIFOCache[str, int] = FIFOCache(database.KEPT_POSTS)  # digests of groups, by key
         self.posts.update(loaded.posts)
         self.counts: Counter[str] = Counter()  # of events since the start, or a reset
         self.latest: int | None = loaded.last_id or None

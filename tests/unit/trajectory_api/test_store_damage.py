@@ -255,6 +255,6 @@ async def test_damage_a_write_that_fails_is_not_half_done(tmp_path):
     await in_service(tmp_path, fill)
     async with open_service(tmp_path) as service:
         with pytest.raises(TrajectoryStoreError, match="UNIQUE"):
-            await service.store.write(database.append, [Entry(9, None, 4, 9, 21)] * 2, [b"1"] * 2, "k")
+            await service.store.write(database.append, [Entry(9, None, 4, 9, 21)] * 2, [b"1"] * 2, {"k": 1})
     async with open_service(tmp_path) as service:
         assert "k" not in service.posts
