@@ -139,7 +139,7 @@ class JsonClient:
                 session.request(
                     method,
                     self.url + endpoint,
-                    data=None if body is None else orjson.dumps(body),
+                    data=None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
                     timeout=aiohttp.ClientTimeout(total=limit),
                 ) as response,
             ):

@@ -109,6 +109,7 @@ class SessionServer:
         app.router.add_post("/sessions/{id}/reward", self._of_environments(self.reward))
         for start in ("", "/sessions/{id}"):
             app.router.add_get(f"{start}/v1/models", self.models)
+            app.router.add_get(f"{start}/v1/models/{{model:.+}}", self.models)
             app.router.add_post(start + anthropic.COUNT_PATH, self.count_tokens)
             for dialect in DIALECTS:
                 app.router.add_post(start + dialect.PATH, partial(self.answer, dialect))
@@ -246,6 +247,8 @@ class SessionServer:
     async def models(self, request: web.Request) -> web.Response:
         self._session(request)
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "atropos", "type": "model"}
+        if "model" in request.match_info:  # whatever it is called: there is one
+            return _json(model)
         return _json({"object": "list", "data": [model], "has_more": False})
 
     async def count_tokens(self, request: web.Request) -> web.Response:

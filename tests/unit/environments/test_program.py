@@ -128,6 +128,16 @@ def test_program_function_may_raise_what_it_likes(tmp_path, monkeypatch, error):
     assert found == {f"failed/{'RuntimeError' if error != 'TimeoutError' else error}": 4, "left_out": 2, "ended": 4}
 
 
+async def values_of_numpy(item, base_url, api_key):
+    await adds({"turns": 2}, base_url, api_key)
+    return {"reward": np.float32(1.0), "turn_values": np.array([0.5, 1.0], np.float32)}
+
+
+def test_program_may_give_values_of_numpy(tmp_path, monkeypatch):
+    found = counted(tmp_path, monkeypatch, {}, ["19"] * 4, agent=f"{__name__}:values_of_numpy")
+    assert found["ended"] == 2 and "left_out" not in found
+
+
 def scores_slowly(item, output):
     time.sleep(0.6)
     return 1.0

@@ -132,6 +132,7 @@ def test_session_of_texts_and_ids_is_one_row(sessions, opened):
     assert (status, answer["prompt_token_ids"]) == (200, ids)
     assert sessions.session(opened).summary()["rows"] == 2
     models = [model.id for model in client.models.list()]
+    assert [client.models.retrieve(model).id for model in models] == models
     assert models == ["policy"]
 
 
