@@ -1,17 +1,19 @@
 """Environments that go wrong without an error, on the real Trajectory API and server: alarms name why."""
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
 from helpers.environments import alarm_env
+from helpers.gateway import KEY, gateway
 from helpers.runs import run_of
 from helpers.scripted_trainer import ScriptedTrainer
 from helpers.trainer import compose_config
 from helpers.trajectory_api import running_trajectory_api
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
+from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import read_lines
 
@@ -33,8 +35,10 @@ def test_alarms_name_what_environments_do(tmp_path, model_path, server):
     async def scene(run, api):
         environments = EnvironmentProcesses(run, api.url, server)
         environments.start()
-        async with asyncio.timeout(180), aclosing(AlarmWatch(run, 0, api.url, None)) as alarm_watch:
-            raised, counts = set(), {}
+        async with asyncio.timeout(180), AsyncExitStack() as stack:
+            client = await stack.enter_async_context(gateway(0))
+            watched = AlarmWatch(run, 0, api.url, InferenceServices({}, client.url, KEY))
+            alarm_watch, raised, counts = await stack.enter_async_context(aclosing(watched)), set(), {}
             while raised != set(ALARMS.items()) or counts.get("groups_sent", 0) < 4:
                 await environments.poll()
                 run.check()

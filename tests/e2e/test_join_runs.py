@@ -133,9 +133,10 @@ def test_join_ends_a_run_that_hangs_but_not_one_that_waits(tmp_path, impatient, 
     join = joining.Joining(run, api.url, "http://127.0.0.1:9")
 
     async def watched(seconds, version=0):
-        evaluations = Evaluations(run, InferenceServices({}, "http://127.0.0.1:9", "the-key"))
+        inference = InferenceServices({}, "http://127.0.0.1:9", "the-key")
         async with asyncio.timeout(seconds):
-            await watch(run, version, join, evaluations, AlarmWatch(run, version, api.url, None))
+            alarm_watch = AlarmWatch(run, version, api.url, inference)
+            await watch(run, version, join, Evaluations(run, inference), alarm_watch)
 
     try:
         run.files.waiting.touch()

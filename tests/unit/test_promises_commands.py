@@ -6,8 +6,10 @@ import os
 import shutil
 import sys
 import time
+from collections import UserList
 from urllib.parse import urlsplit
 
+import orjson
 import pytest
 import torch
 import wandb
@@ -16,6 +18,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 
 from helpers.disk import write_files
 from helpers.runs import prepare_trainer, run_of
+from helpers.services import group
 from recipe.atropos import main
 from recipe.atropos.adapter import defaults
 from recipe.atropos.checkpoint.resumption import changed_keys, prepare_folder
@@ -36,7 +39,7 @@ from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.launch_services import compose_overrides, parse_arguments
 from recipe.atropos.launcher.run_plan import plan_run
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.trajectory_api.store import DATABASE
+from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.process import free_port
 from recipe.atropos.utils.secret import config_yaml
 from recipe.atropos.workers.actor import engine_settings
@@ -115,15 +118,40 @@ def test_promises_config_of_a_run_is_a_file_for_another(tmp_path, run_file, monk
     assert load_config([f"config={own}", "preset=demo"]).actor_rollout_ref.actor.ppo_mini_batch_size == 4
 
 
-def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch):
+def write_trained(run, batches, checkpoints, folder="checkpoints"):
+    """Leave what a run has trained: the numbers of its batches, and the last batch of each checkpoint by its step."""
+    lines = [orjson.dumps({"number": number, "batch": [group(number)]}) + b"\n" for number in batches]
+    write_files(run, {"batches.jsonl": b"".join(lines)})
+    records.import_(RunDir(run).trajectories, run / "batches.jsonl")
+    for step, batch in checkpoints.items():
+        with Checkpoints(run / folder).saving(step, None, batch=batch) as saved:
+            (saved / "actor").mkdir()
+            torch.save({"weight": torch.ones(2)}, saved / "actor/model_world_size_1_rank_0.pt")
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """The configurations of the replays, which save what is in ``weights``."""
+
+    def train(config):
+        replays.append(config)
+        shutil.copytree(replays.weights, config.trainer.default_local_dir, dirs_exist_ok=True)
+
+    replays = UserList()
+    monkeypatch.setattr("recipe.atropos.main.run", train)
+    return replays
+
+
+def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, replays):
     """With the keys that follow it, in Hydra's grammar, and refused where it has no effect beside the run's own."""
-    actor, trained = "actor_rollout_ref.actor", []
-    run_file("preset=demo", f"{actor}.use_kl_loss=true", "environment.args.api_key=secret")
-    write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
-    monkeypatch.setattr("recipe.atropos.main.run", trained.append)
+    actor, replays.weights = "actor_rollout_ref.actor", tmp_path / "checkpoints"
+    run_file(
+        "preset=demo", "trainer.total_training_steps=2", f"{actor}.use_kl_loss=true", "environment.args.api_key=secret"
+    )
+    write_trained(tmp_path, [1, 2], {2: 2})
     given = [f"{actor}.clip_ratio=0.3", f"++{actor}.kl_loss_coef=0.1", "run.name='a b'", "trainer.logger=[]"]
-    assert replay(tmp_path, given) is False, "there is no checkpoint to compare with"
-    [config] = trained
+    assert replay(tmp_path, given)
+    [config] = replays
     changed = config.actor_rollout_ref.actor
     assert (changed.clip_ratio, changed.clip_ratio_low, changed.clip_ratio_high) == (0.3, 0.3, 0.3)
     assert (changed.kl_loss_coef, config.run.name, config.trainer.logger) == (0.1, "a b", [])
@@ -136,27 +164,42 @@ def test_promises_replay_takes_what_a_run_takes(tmp_path, run_file, monkeypatch)
             replay(tmp_path, [word])
     RunDir(tmp_path).given.unlink()  # a replay, or a run of an earlier version, has none
     replay(tmp_path, given[1:3])
-    assert trained[1].actor_rollout_ref.actor.kl_loss_coef == 0.1
-    assert trained[1].run.dir == str(tmp_path.with_name(f"{tmp_path.name}-replay"))
+    assert replays[1].actor_rollout_ref.actor.kl_loss_coef == 0.1
+    assert replays[1].run.dir == str(tmp_path.with_name(f"{tmp_path.name}-replay"))
 
 
-def test_promises_replay_compares_with_the_runs_own_checkpoints(tmp_path, run_file, monkeypatch):
+def test_promises_replay_compares_with_the_runs_own_checkpoints(tmp_path, run_file, replays):
     """Wherever it keeps them, and though it went on from a given one, as its replay does not."""
     steps = ["trainer.total_training_steps=2", f"trainer.default_local_dir={tmp_path / 'elsewhere'}"]
-    for step in (1, 2):
-        with Checkpoints(tmp_path / "elsewhere").saving(step, None) as folder:
-            (folder / "actor").mkdir()
-            torch.save({"weight": torch.ones(2)}, folder / "actor/model_world_size_1_rank_0.pt")
+    replays.weights = tmp_path / "elsewhere"
+    write_trained(tmp_path, [1, 2], {1: 1, 2: 2}, "elsewhere")
     given = "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'elsewhere/global_step_1'}"
     run_file("preset=demo", *steps, *given)
-    write_files(RunDir(tmp_path).trajectories, {DATABASE: b""})
-    monkeypatch.setattr(
-        "recipe.atropos.main.run", lambda config: shutil.copytree(folder.parent, config.trainer.default_local_dir)
-    )
     assert replay(tmp_path, [])
     run_file("preset=demo", *given)
     with pytest.raises(ConfigurationError, match="of another run, whose batches are not here"):
         replay(tmp_path, [])
+
+
+@pytest.mark.parametrize(("batches", "ready"), [([1, 2, 3], "2, 5"), ([2, 3], "there is none")])
+def test_promises_replay_ends_at_once_if_it_cannot_compare(tmp_path, run_file, replays, batches, ready):
+    """Of a run that was stopped, for example, or whose batches are deleted."""
+    run_file("preset=demo", "trainer.total_training_steps=60")
+    write_trained(tmp_path, batches, {2: 2, 5: 3, 25: 20})
+    for steps in (60, 25):
+        with pytest.raises(ConfigurationError, match=f"={steps}: .*; give a step that has both: {ready}$"):
+            replay(tmp_path, [f"trainer.total_training_steps={steps}"])
+    assert not replays
+
+
+def test_promises_replay_replaces_no_other_run(tmp_path, run_file, replays):
+    run_file("preset=demo", "trainer.total_training_steps=2")
+    write_trained(tmp_path, [1, 2], {2: 2})
+    other = RunDir(tmp_path.with_name(f"{tmp_path.name}-replay"))
+    write_files(other.path, {"given.yaml": b""})
+    with pytest.raises(ConfigurationError, match=f"run.dir={other.path}: it holds a run .*; give another folder"):
+        replay(tmp_path, [])
+    assert not replays
 
 
 def test_promises_config_of_a_run_has_its_services_of_a_start(tmp_path, run_file, monkeypatch):

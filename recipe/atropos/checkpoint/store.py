@@ -171,7 +171,7 @@ class Checkpoints:
 
     def oldest_batch(self) -> int:
         """Return the number of the last batch that every complete checkpoint contains."""
-        return min((read_json(folder / COMPLETE).get("batch", 0) for folder in self.whole()), default=0)
+        return min(map(last_batch, self.whole()), default=0)
 
     def _prune(self, keep: int | None, scores: Mapping[int, float]) -> None:
         best = self.best(scores)
@@ -240,6 +240,11 @@ def model_of(folder: Path) -> dict[str, Any] | None:
         return read_json(folder / COMPLETE, {}).get("model")
     except RunDirError:  # truncated; resumed from only if trainer.resume_from_path names it
         return None
+
+
+def last_batch(folder: Path) -> int:
+    """Return the number of the last batch in a complete checkpoint's weights; 0 if it is not recorded."""
+    return read_json(folder / COMPLETE).get("batch", 0)
 
 
 def digests_of(folder: Path, pattern: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from recipe.atropos.config.compose import add_options, compose_overrides
 from recipe.atropos.config.models import MODEL_KEY, SMALL_POLICIES, check_model, config_file, model_settings
 from recipe.atropos.errors import AtroposError, LaunchError
 from recipe.atropos.inference.gateway_client import GATEWAY_PORT
-from recipe.atropos.inference.server import check_saver, sglang_python
+from recipe.atropos.inference.server import check_saver, sglang_flags, sglang_python
 from recipe.atropos.launcher.gpu_environment import check_gpu_environment
 from recipe.atropos.launcher.placement import place_servers
 from recipe.atropos.launcher.run_plan import RunPlan, names_model, plan_run
@@ -352,9 +352,9 @@ def _sizes(tokenizer: Any, config: DictConfig) -> str:
         )
     if positions is not None and longest > positions:
         raise LaunchError(f"{lengths} tokens, and the model has {positions:,} positions: lower the lengths")
-    room = config.inference.args.get("max_total_tokens")
-    if room is not None and room < longest:
-        raise LaunchError(f"inference.args.max_total_tokens={room:,} has no room for {lengths} tokens: raise it")
+    room = str(sglang_flags(config.inference.args).get("max_total_tokens"))
+    if room.isdigit() and int(room) < longest:
+        raise LaunchError(f"inference.args.max_total_tokens={room} has no room for {lengths} tokens: raise it")
     return f"vocabulary {vocabulary or 'unknown'} for {tokens} tokens; positions {positions or 'unknown'} for {longest}"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recipe.atropos.checkpoint.store import checkpoints_of
+from recipe.atropos.checkpoint.store import checkpoints_of, last_batch, step_of
 from recipe.atropos.config.compose import (
     compose_values,
     differences,
@@ -27,6 +27,7 @@ from recipe.atropos.config.preflight import check_config
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.run.folder import RunDir
 from recipe.atropos.run.status import find_run
+from recipe.atropos.trajectory_api import records
 from recipe.atropos.utils.files import read_yaml
 from recipe.atropos.utils.gpus import decide_device
 
@@ -52,21 +53,24 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
         "inference.gateway": None,
         "evaluation.evaluated_file": None,
     }
-    recorded, own = load_recorded(RunDir(run).config), checkpoints_of(RunDir(run)).directory
-    if (begun := recorded.trainer.resume_from_path) and Path(begun).expanduser().resolve().parent != own.resolve():
+    recorded, own = load_recorded(RunDir(run).config), checkpoints_of(RunDir(run))
+    if (begun := recorded.trainer.resume_from_path) and Path(begun).expanduser().resolve().parent != own.directory:
         raise ConfigurationError(f"{run} went on from {begun}, of another run, whose batches are not here: replay that")
     config = resolved(with_values(recorded, settings | _changes(RunDir(run), overrides)))
     decide_device(config)
     check_config(config)
+    if RunDir(config.run.dir).given.exists():  # which no replay writes
+        raise ConfigurationError(f"run.dir={config.run.dir}: it holds a run that is no replay; give another folder")
+    step, kept = config.trainer.total_training_steps, records.numbers(RunDir(run).trajectories)
+    ready = [step_of(folder) for folder in own.whole() if kept.issuperset(range(1, last_batch(folder) + 1))]
+    if step not in ready:
+        raise ConfigurationError(
+            f"trainer.total_training_steps={step}: {run} lacks the checkpoint of that step, or batches before it; give "
+            f"a step that has both: {', '.join(map(str, sorted(ready))) or 'there is none'}"
+        )
     train(config)
-    step = config.trainer.total_training_steps
-    folders = [
-        checkpoints_of(RunDir(folder)).directory / f"global_step_{step}" / "actor" for folder in (run, config.run.dir)
-    ]
-    if not folders[0].is_dir():
-        print(f"trained {step} steps; {run} has no checkpoint of that step to compare the weights with")
-        return False
-    differing = differing_tensors(*folders)
+    made = checkpoints_of(RunDir(config.run.dir))
+    differing = differing_tensors(*(each.directory / f"global_step_{step}" / "actor" for each in (own, made)))
     if differing:
         print(f"weights after step {step} differ in {len(differing)} tensors, first {differing[0]}")
     else:

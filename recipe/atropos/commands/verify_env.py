@@ -20,7 +20,6 @@ from typing import Any
 import orjson
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig
@@ -29,6 +28,7 @@ from recipe.atropos.adapter.cli import adapt
 from recipe.atropos.adapter.loading import load_environment
 from recipe.atropos.adapter.recorded_calls import MESSAGES
 from recipe.atropos.commands.inspect import token_table
+from recipe.atropos.config.compose import given_values
 from recipe.atropos.data.reading import read_groups
 from recipe.atropos.data.rows import ConversionReport, Row, RowLimits, trained_spans
 from recipe.atropos.errors import ConfigurationError, expected_failure
@@ -318,7 +318,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     """Return exit status 0 only if the rows of one item can be trained on and were sampled by the server."""
-    overrides = OmegaConf.to_container(OmegaConf.from_dotlist(given.overrides))
+    overrides = dict(given_values(given.overrides))
     with asyncio.Runner() as runner:
         result = runner.run(verify(given.env, given.model, given.url, overrides, given.timeout))
         show(result, Console(highlight=False, markup=False), given.table)

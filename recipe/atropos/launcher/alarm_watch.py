@@ -38,12 +38,9 @@ _SUSPENDED_SECONDS = 5.0  # by which the time of day runs ahead, and clocks that
 
 
 class AlarmWatch:
-    """See the module; made in a running event loop. Call ``poll`` often, and ``aclose`` at the end.
+    """See the module; made in a running event loop. Call ``poll`` often, and ``aclose`` at the end."""
 
-    ``inference``: None if none is watched.
-    """
-
-    def __init__(self, run: Run, version: int, api_url: str, inference: InferenceServices | None):
+    def __init__(self, run: Run, version: int, api_url: str, inference: InferenceServices):
         specs = self._specs = run.plan.specs
         self._run, self._api_url, self._inference = run, api_url, inference
         limits = AlarmLimits.from_config(dict(leaves(OmegaConf.to_container(run.config))))
@@ -118,12 +115,11 @@ class AlarmWatch:
         while True:
             with contextlib.suppress(TrajectoryApiError):  # the launcher restarts an API that has ended
                 history.add_api(await self._run.ask_api(self._api_url, TrajectoryApiClient.diagnose), self._now())
-            if self._inference is not None:
-                status = await self._inference.status()
-                if self._run.files.servers_offloaded.exists():
-                    history.servers_rest(self._now())
-                else:
-                    history.add_gateway(status, self._now())
+            status = await self._inference.status()
+            if self._run.files.servers_offloaded.exists():
+                history.servers_rest(self._now())
+            else:
+                history.add_gateway(status, self._now())
             await asyncio.sleep(_ASK_SECONDS)
 
     def _record(self, line: dict[str, Any]) -> None:

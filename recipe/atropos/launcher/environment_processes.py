@@ -276,7 +276,7 @@ class EnvironmentProcesses:
         self._run, self._api_url, self._server_url = run, api_url, server_url
         self._states = []
         for name, spec in run.plan.specs.items():
-            replicas = max(spec.replicas, 1 + len([*run.files.environments.glob(f"{name}.*.jsonl")]))
+            replicas = max(spec.replicas, 1 + len([*run.files.environments.glob(f"{name}.[0-9]*.jsonl")]))
             readers = [LineReader(run.files.environment_report(name, replica)) for replica in range(replicas)]
             self._states += [_State(spec, replica, reader) for replica, reader in enumerate(readers)]
         for state in self._states:

@@ -127,7 +127,7 @@ async def watch(
     """
     total, limit = run.config.trainer.total_training_steps, run.config.trainer.atropos.step_timeout
     _, wait = DataSourceConfig.from_config(run.config).longest_wait
-    longest = limit + wait + run.config.evaluation.timeout
+    longest = limit + run.config.trainer.atropos.max_empty_batches * wait + run.config.evaluation.timeout
     last_step = trained = time.monotonic()
     seen, reader = version, LineReader(run.files.metrics)
     waiting = WaitingMark(run.files)

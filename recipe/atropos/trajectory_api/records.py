@@ -50,6 +50,12 @@ def show(data_dir: Path, number: int) -> None:
         print(group.to_json().decode())
 
 
+def numbers(data_dir: Path) -> set[int]:
+    """Return the numbers of the batches that are kept."""
+    with _opened(data_dir) as connection:
+        return {number for number, *_ in database.list_batches(connection)}
+
+
 def read(data_dir: Path, number: int) -> list[ScoredGroup]:
     """Return a batch's groups.
 

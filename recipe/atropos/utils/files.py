@@ -101,14 +101,14 @@ def open_lock(path: Path) -> int:
     return descriptor
 
 
-def write_atomic(path: str | Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace the file by ``data``, or leave it as it is; it has ``mode`` from its first byte on.
+def write_atomic(path: str | Path, data: bytes) -> None:
+    """Replace the file by ``data``, or leave it as it is.
 
     Raises:
         DiskFull: nothing is changed, and no partial file is left.
     """
     with disk_errors(path), _partial(Path(path)) as partial:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # some file systems report a full disk only now
@@ -199,10 +199,10 @@ def remove_partial(partial: Path) -> None:
         discard(Path(lock.name))
 
 
-def write_json(path: str | Path, value: Any, mode: int = 0o644) -> None:
+def write_json(path: str | Path, value: Any) -> None:
     """Write indented JSON with ``write_atomic``."""
     options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-    write_atomic(path, orjson.dumps(value, option=options), mode)
+    write_atomic(path, orjson.dumps(value, option=options))
 
 
 def cache_root() -> Path:

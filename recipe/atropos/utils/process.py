@@ -171,7 +171,6 @@ class Service(ABC):
 class LocalService(Service):
     """A service on this machine."""
 
-    command: list[str]
     process: subprocess.Popen
     """The outer guardian, which ends as the service did, once all of the service has ended."""
     control: socket.socket = field(repr=False)
@@ -304,7 +303,7 @@ def start_service(
         raise ServiceFailed(f"{name}: its guardian process started nothing; see {log_path}")
     service = LocalService(
         name, int(pid), log_path, url, log_start,
-        command=list(command), process=process, control=control, run_id=run_id, _started=started,
+        process=process, control=control, run_id=run_id, _started=started,
     )  # fmt: skip
     unstopped.append(service)
     return service

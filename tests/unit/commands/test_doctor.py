@@ -157,8 +157,9 @@ def test_doctor_names_a_configuration_that_is_damaged(results):
         ({"vocab_size": 7}, [], "resize_token_embeddings"),
         ({"max_position_embeddings": 15}, [], "lower the lengths"),
         ({}, ["inference.args.max_total_tokens=15"], "raise it"),
+        ({}, ["inference.args.max-total-tokens='15'"], "raise it"),
     ],
-    ids=["vocabulary", "positions", "server"],
+    ids=["vocabulary", "positions", "server", "spelled"],
 )
 def test_doctor_compares_the_sizes_of_model_and_tokenizer(results, settings, overrides, fix):
     change(results.model / "config.json", **settings)

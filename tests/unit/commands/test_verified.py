@@ -20,6 +20,9 @@ GUESS = "helpers.environments.guess_env:GuessEnv"
     [
         (["--env", "nowhere:Env"], "error: nowhere:Env: no module nowhere"),
         (["--env", GUESS, "group_sise=2"], "error: .*knows no group_sise"),
+        (["--env", GUESS, "max_token_length"], "error: max_token_length: give key=value"),
+        (["--env", GUESS, "tokenizer_name=[x"], r"error: tokenizer_name=\[x: give key=value, and quote a value"),
+        (["--env", GUESS, "tokenizer_name=*a"], "error: .*127.0.0.1:1"),
         (["--env", GUESS], "error: .*127.0.0.1:1"),
     ],
 )

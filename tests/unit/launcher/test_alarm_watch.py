@@ -15,6 +15,7 @@ from helpers.trainer import compose_config
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher import alarm_watch as module
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
+from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.terminal.progress import console
 from recipe.atropos.utils.files import append_line, read_lines
@@ -29,7 +30,8 @@ def watch_run(run, scene, version=0):
     """Run a scene, of which the argument is the run's alarm watch."""
 
     async def watch():
-        async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, None)) as alarm_watch:
+        inference = InferenceServices({}, NOWHERE, "")
+        async with contextlib.aclosing(AlarmWatch(run, version, NOWHERE, inference)) as alarm_watch:
             await scene(alarm_watch)
 
     try:

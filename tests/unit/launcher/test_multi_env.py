@@ -31,7 +31,9 @@ from recipe.atropos.launcher.environment_processes import (
 )
 from recipe.atropos.launcher.launch import scores_of
 from recipe.atropos.launcher.services import RestartPolicy
+from recipe.atropos.launcher.sglang import InferenceServices
 from recipe.atropos.report.run_history import SENT, read_history
+from recipe.atropos.run.folder import ELSEWHERE
 from recipe.atropos.run.reporting import EnvReport
 from recipe.atropos.utils.files import LineReader, append_line
 from recipe.atropos.utils.process import ServiceFailed
@@ -268,6 +270,7 @@ def write_reports(run):
         report.counts.update({"items": replica + 1, "groups_sent": replica + 1})
         report.in_flight = 2
         report.write(1, at_once=True)
+    run.files.environment_report("a", ELSEWHERE).touch()  # no replica
 
 
 def test_replicas_are_services_with_a_part_of_the_work(tmp_path):
@@ -291,6 +294,7 @@ def test_replicas_are_counted_as_one_environment(tmp_path):
     run = run_of(config("environments.a={target: m, replicas: 2}"), tmp_path)
     write_reports(run)
     environments = EnvironmentProcesses(run, "http://127.0.0.1:1", "http://server")
+    assert len(environments._states) == 3
     run.abandoned.add("environment-a.1")
     counts = {"groups_sent": 6, "in_flight": 6, "items": 12}
     assert environments.summary() == {"a": counts | {"restarts": 0, "abandoned": False}}
@@ -310,7 +314,8 @@ def test_watchdog_sees_one_environment_of_replicas(tmp_path):
     run.abandoned.add("environment-a.1")
 
     async def watch():
-        async with contextlib.aclosing(AlarmWatch(run, 0, "http://127.0.0.1:1", None)) as watch:
+        inference = InferenceServices({}, "http://127.0.0.1:1", "")
+        async with contextlib.aclosing(AlarmWatch(run, 0, "http://127.0.0.1:1", inference)) as watch:
             await watch.poll()
         return watch.watchdog
 

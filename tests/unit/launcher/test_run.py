@@ -27,8 +27,10 @@ from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
 from recipe.atropos.launcher import startup
+from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
-from recipe.atropos.launcher.launch import launch
+from recipe.atropos.launcher.evaluation import Evaluations
+from recipe.atropos.launcher.launch import launch, watch
 from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
 from recipe.atropos.launcher.sglang import InferenceServices, _enable_restarts, plan_servers, start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy
@@ -521,3 +523,23 @@ def test_run_starts_servers_that_take_an_adapter_by_itself(model_path, tmp_path)
     mistyped = "actor_rollout_ref.model.target_modules=[q_prj]"
     with pytest.raises(ConfigurationError, match=r"target_modules=\['q_prj'\]: .*not found"):
         flags(lora[0], mistyped, "actor_rollout_ref.model.lora.merge=false")
+
+
+def test_watch_waits_for_every_batch_that_may_be_empty(configured, monkeypatch):
+    """One after the other, each as long as it is announced; what takes longer hangs."""
+    limits = "step_timeout=100", "max_wait_time=1000", "max_empty_batches=3"
+    run = configured("evaluation.timeout=10", *(f"trainer.atropos.{limit}" for limit in limits))
+    run.start("trainer", SLEEP)
+    run.files.waiting.touch()
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("recipe.atropos.launcher.launch.time", clock)
+
+    async def poll(_):
+        clock.now += 1000
+
+    async def watched():
+        async with contextlib.aclosing(AlarmWatch(run, 0, INFERENCE.gateway, INFERENCE)) as alarm_watch:
+            await watch(run, 0, SimpleNamespace(poll=poll), Evaluations(run, INFERENCE), alarm_watch)
+
+    with pytest.raises(ServiceFailed, match="no step after step 0 for 4000 s"):
+        asyncio.run(watched())
