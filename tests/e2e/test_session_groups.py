@@ -296,7 +296,7 @@ def test_session_groups_are_given_up_if_values_hang(sessions, api, monkeypatch):
     assert api.get("/diagnose")["counts"]["released/no_group"] == 1
 
 
-def test_session_groups_keep_their_tickets_while_values_take_long(sessions, api, monkeypatch):
+def test_session_groups_keep_tickets_while_values_take_long(sessions, api, monkeypatch):
     """Whatever becomes of another environment's: the API would take them back if it heard nothing for a minute."""
     restarted(sessions, credit=Credit(values=f"{__name__}:half"))
     opened(sessions, size=1, env="other")

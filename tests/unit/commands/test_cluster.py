@@ -96,7 +96,7 @@ def test_cluster_check_needs_no_model_and_adds_none_to_another(monkeypatch, give
     monkeypatch.setattr("recipe.atropos.commands.cluster.plan_run", plan)
     with pytest.raises(ConfigurationError):
         check([given], nodes=1, wait=0.0)
-    plan.assert_called_once_with([given, *added])
+    plan.assert_called_once_with([given, *added], begins=False)
 
 
 @pytest.mark.parametrize(
