@@ -73,6 +73,7 @@ class Evaluations:
         self._settings, self._last = run.config.evaluation, run.config.trainer.total_training_steps
         self._path = run.files.evaluations
         self._task: asyncio.Task[None] | None = None
+        self._pushed = True  # by the trainer that runs now
         self._mark(NONE_YET)
 
     def _mark(self, version: int) -> None:
@@ -90,11 +91,22 @@ class Evaluations:
         Raises:
             ServiceFailed: an evaluation failed, or another service ended.
         """
-        lines = read_evaluations(self._run.files.path)
-        rewrite_lines(self._path, [line for line in lines if line["step"] <= version and "error" not in line])
+        self._keep(version)
         if version == 0 or self._between(version):
             await self.evaluate_alone(version, meanwhile)
         self._mark(version)
+
+    async def begin_again(self, version: int) -> None:
+        """Repeat what a new trainer, which is only starting, trains again after ``version``."""
+        self._keep(version)
+        self._mark(min(version, self._settled))
+        self._pushed = False
+        await self.stop()
+
+    def _keep(self, version: int) -> None:
+        """Drop the evaluations that failed, and those of updates after ``version``."""
+        lines = read_evaluations(self._run.files.path)
+        rewrite_lines(self._path, [line for line in lines if line["step"] <= version and "error" not in line])
 
     def _between(self, version: int) -> bool:
         return 0 < version < self._last and needs_evaluation(version, self._settings.every)
@@ -104,7 +116,8 @@ class Evaluations:
         if self._task is not None and self._task.done():
             self._task.result()
             self._task = None
-        if self._task is None and self._settings.every:
+        self._pushed |= self._run.files.waiting.exists()  # before its first push, a trainer waits for nothing
+        if self._task is None and self._settings.every and self._pushed:
             version = await self._inference.version()
             if version is not None and version > self._settled and self._between(version):
                 self._task = asyncio.create_task(self._meanwhile(version))

@@ -13,6 +13,7 @@ from typing import Any
 from rich.text import Text
 
 from recipe.atropos.checkpoint.model_card import EXPORTED, write_card
+from recipe.atropos.checkpoint.store import Checkpoints, step_of
 from recipe.atropos.errors import AtroposError
 from recipe.atropos.launcher.alarm_watch import AlarmWatch
 from recipe.atropos.launcher.environment_processes import EnvironmentProcesses
@@ -149,7 +150,8 @@ async def watch(
         run.check()
         if run.services["trainer"] is not trainer:  # it was started again
             last_step = trained = time.monotonic()
-            await evaluations.stop()  # its weights are about to be replaced; it is due again later
+            resumed = Checkpoints(run.complete.trainer.default_local_dir).to_resume(run.complete.trainer)
+            await evaluations.begin_again(0 if resumed is None else step_of(resumed))
         await evaluations.poll()
         now, more = time.monotonic(), 0.0 if seen < total else _END_SECONDS
         if not ended and (now - last_step > limit + more or now - trained > longest + more):

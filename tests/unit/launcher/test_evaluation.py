@@ -1,6 +1,7 @@
 """Held-out evaluation: when it is due, of which weights, and what is kept of it; and the pages a run leaves."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -22,7 +23,7 @@ from recipe.atropos.run.evaluations import (
     wait_until_evaluated,
 )
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.files import read_lines, rewrite_lines
+from recipe.atropos.utils.files import append_line, read_lines, rewrite_lines
 
 
 def line(step, env="a", value=0.5):
@@ -64,6 +65,49 @@ def test_an_environment_that_reports_nothing_is_not_asked_again(tmp_path):
     kept = evaluations(tmp_path)
     asyncio.run(kept.begin(3))
     assert [spec.name for spec in kept.due(9)] == ["a"]
+
+
+def test_evaluation_is_repeated_of_what_is_trained_again(tmp_path):
+    """By a trainer that starts again. Until it has pushed, the servers hold what is not the new version 10."""
+    done, running, marker = [], asyncio.Event(), tmp_path / "evaluation/evaluated"
+    held = SimpleNamespace(version=0)
+
+    async def version():
+        return held.version
+
+    async def evaluate(spec, version):
+        done.append(version)
+        await running.wait()
+        append_line(tmp_path / "evaluations.jsonl", line(version))
+
+    async def polled(version):
+        held.version = version
+        for _ in range(20):
+            await kept.poll()
+            await asyncio.sleep(0)
+
+    async def scene():
+        running.set()
+        for each in (5, 10):
+            await polled(each)
+        running.clear()
+        await polled(15)
+        await kept.begin_again(4)
+        running.set()
+        assert marker.read_text() == "4" and read_evaluations(tmp_path) == []
+        await polled(10)
+        assert done == [5, 10, 15]
+        for each in (4, 5, 10):
+            await polled(each)
+            (tmp_path / "waiting").touch()
+        await kept.stop()
+
+    config = compose_config("environments.a.target=m", "evaluation.every=5")
+    kept = Evaluations(run_of(config, tmp_path), SimpleNamespace(version=version))
+    kept._one = evaluate
+    asyncio.run(scene())
+    assert done == [5, 10, 15, 5, 10] and marker.read_text() == "10"
+    assert [entry["step"] for entry in read_evaluations(tmp_path)] == [5, 10]
 
 
 # ---------------------------------------------------------------- the hold

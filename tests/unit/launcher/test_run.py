@@ -23,6 +23,7 @@ from helpers.runs import Placed, run_of
 from helpers.seeded_runs import healthy_run
 from helpers.trainer import compose_config
 from helpers.waiting import until
+from recipe.atropos.checkpoint.store import Checkpoints
 from recipe.atropos.errors import RECOVERABLE, ConfigurationError, Preempted
 from recipe.atropos.inference.server import SGLangLaunch, sglang_command
 from recipe.atropos.launch_services import _EarlyPreemption, _signals_as_interrupts
@@ -35,7 +36,7 @@ from recipe.atropos.launcher.services import RestartPolicy, bounded_logs
 from recipe.atropos.launcher.sglang import InferenceServices, _enable_restarts, plan_servers, start_inference
 from recipe.atropos.launcher.startup import first_version, servers_healthy
 from recipe.atropos.run.folder import RunDir
-from recipe.atropos.utils.files import DiskFull, FolderRemoved
+from recipe.atropos.utils.files import DiskFull, FolderRemoved, append_line, read_lines
 from recipe.atropos.utils.process import ServiceFailed
 from recipe.atropos.utils.scratch import Scratch
 from recipe.atropos.weight_sync.manager import build_manager
@@ -543,3 +544,31 @@ def test_watch_waits_for_every_batch_that_may_be_empty(configured, monkeypatch):
 
     with pytest.raises(ServiceFailed, match="no step after step 0 for 4000 s"):
         asyncio.run(watched())
+
+
+def test_watch_drops_evaluations_of_what_is_trained_again(configured):
+    """Of each step after the checkpoint from which the killed trainer starts again, before that trains on."""
+    run = configured("evaluation.every=5")
+    run.complete = run.config
+    with Checkpoints(run.config.trainer.default_local_dir).saving(5, None):
+        pass
+    for step in (5, 10):
+        append_line(run.files.evaluations, {"step": step, "env": "a", "metrics": {}})
+    restartable(run, "trainer", ["sh", "-c", "kill -9 $$"])
+    evaluations = Evaluations(run, INFERENCE)
+    evaluations._mark(10)
+
+    async def ended(_):
+        if run.files.evaluated.read_text() == "5":
+            raise EOFError
+
+    async def watched():
+        async with (
+            asyncio.timeout(30),
+            contextlib.aclosing(AlarmWatch(run, 0, INFERENCE.gateway, INFERENCE)) as alarm_watch,
+        ):
+            await watch(run, 0, SimpleNamespace(poll=ended), evaluations, alarm_watch)
+
+    with pytest.raises(EOFError):
+        asyncio.run(watched())
+    assert [line["step"] for line in read_lines(run.files.evaluations)] == [5]
