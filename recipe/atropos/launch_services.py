@@ -152,7 +152,7 @@ def run_all(arguments: argparse.Namespace, detach: Callable[[RunDir], None] | No
                 with bounded_logs(run.files.logs), view:
                     asyncio.run(launch(run))
     except (KeyboardInterrupt, asyncio.CancelledError) as stopped:
-        otherwise = f" begins there again; without trainer.resume_mode={mode} it goes on from the newest checkpoint"
+        otherwise = f" begins anew; without trainer.resume_mode={mode} it goes on from the newest checkpoint"
         say("the same command" + (" resumes the run" if mode == "auto" else otherwise), "stopped")
         return RECOVERABLE if isinstance(stopped, _EarlyPreemption) else 130
     except Exception as error:

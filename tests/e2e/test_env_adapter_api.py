@@ -129,7 +129,7 @@ async def test_adapted_cancelled_task_is_a_failure(api, make):
     env = await registered(make(api, environment=Careless))
     assert await roll_out(env, 1) is None
     counts = env.report.counts
-    assert (counts["failed/RuntimeError"], counts["items"]) == (1, 1) and not env.running_items
+    assert (counts["failed/CancelledError"], counts["items"]) == (1, 1) and not env.running_items
     await roll_out(env, 2)
     assert counts["groups_sent"] == 1 and not env.running_items
 
@@ -160,7 +160,7 @@ async def test_adapted_item_that_exits_is_a_failure(api, make, raised):
         env = await registered(make(api, environment=environment))
         assert await roll_out(env, 1) is None
         counts = env.report.counts
-        assert (counts["failed/RuntimeError"], counts["items"]) == (1, 1) and not running
+        assert (counts[f"failed/{raised.__name__}"], counts["items"]) == (1, 1) and not running
 
 
 async def test_adapted_slow_worker_is_counted_and_keeps_its_item(api, make):

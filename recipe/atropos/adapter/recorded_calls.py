@@ -41,6 +41,7 @@ from recipe.atropos.data.token_keys import key_of, keys_of
 from recipe.atropos.inference.client import InferenceError, SGLangClient
 from recipe.atropos.inference.sampled import SampledReply, read_reply
 from recipe.atropos.utils.secret import API_KEY_VARIABLE
+from recipe.atropos.utils.tasks import Escaped
 
 ATTEMPTS = 5
 
@@ -223,12 +224,14 @@ def client_of(server: APIServerConfig, timeout: float | None = None) -> SGLangCl
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the error inside tenacity's and asyncio's wrappers."""
+    """Return the error inside the wrappers of tenacity, asyncio and ``guarded``."""
     while True:
         if isinstance(error, RetryError) and error.last_attempt.exception() is not None:
             error = error.last_attempt.exception()
         elif isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        elif isinstance(error, Escaped):
+            error = error.__cause__
         else:
             return error
 

@@ -122,11 +122,12 @@ def _layout(config: DictConfig) -> dict[str, Any]:
     strategy, size = (OmegaConf.select(config, key) for key in keys)
     ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
     found = dict(zip(keys, (strategy, size if size is None or 0 < size < ranks else -1), strict=True))
-    for name in ("lora_rank", "target_modules", "exclude_modules"):
-        if name == "lora_rank" or OmegaConf.select(config, "actor_rollout_ref.model.lora_rank"):
-            key = f"actor_rollout_ref.model.{name}"
-            value = OmegaConf.select(config, key)
+    model = "actor_rollout_ref.model."
+    if rank := OmegaConf.select(config, f"{model}lora_rank"):
+        for key in (f"{model}target_modules", f"{model}exclude_modules"):
+            value = OmegaConf.select(config, key) or "null"
             found[key] = sorted(value) if OmegaConf.is_list(value) else value
+    found[f"{model}lora_rank"] = rank
     return {key: value for key, value in found.items() if value is not None}
 
 

@@ -65,8 +65,8 @@ def replay(run: Path, overrides: Sequence[str]) -> bool:
     ready = [step_of(folder) for folder in own.whole() if kept.issuperset(range(1, last_batch(folder) + 1))]
     if step not in ready:
         raise ConfigurationError(
-            f"trainer.total_training_steps={step}: {run} lacks the checkpoint of that step, or batches before it; give "
-            f"a step that has both: {', '.join(map(str, sorted(ready))) or 'there is none'}"
+            f"trainer.total_training_steps={step}: {run} lacks the checkpoint of that step, or batches before it; "
+            f"steps with both: {', '.join(map(str, sorted(ready))) or 'none'}"
         )
     train(config)
     made = checkpoints_of(RunDir(config.run.dir))

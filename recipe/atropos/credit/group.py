@@ -36,7 +36,7 @@ from recipe.atropos.data.token_keys import keys_of
 from recipe.atropos.errors import ConfigurationError
 from recipe.atropos.utils.importing import named_function
 from recipe.atropos.utils.patterns import matches
-from recipe.atropos.utils.tasks import in_own_thread
+from recipe.atropos.utils.tasks import guarded, in_own_thread
 
 _SECONDS = 60.0  # that the values of a group's turns may take
 
@@ -257,7 +257,7 @@ async def give_credit(
     """
     try:
         async with asyncio.timeout(_SECONDS):
-            await in_own_thread(add_credit, group, credit, tokenizer, item, taught)
+            await guarded(in_own_thread(add_credit, group, credit, tokenizer, item, taught))
     except TimeoutError:
         raise RefusedGroup(Reason.NO_GROUP, f"environment.credit.values: no values within {_SECONDS:g} s") from None
 
@@ -313,34 +313,42 @@ def _cut(tokens: Sequence[int], start: int, end: int, spans: str, tokenizer: Any
     """
     if spans != "turns":
         first, turn = start, tokens[start:end]
-        done = covered = 0  # tokens, and the characters that they cover
         try:
             found = matches(regex.compile(_SPANS.get(spans, spans)), decoded(tokenizer, turn, special=True))
         except TimeoutError as error:
             raise RefusedGroup(Reason.MARKER_TIMEOUT, f"environment.credit.spans: {error}") from error
-        for match in found:
-            done, covered = _reach(tokenizer, turn, done, covered, match.end())
+        for done in _covering(tokenizer, turn, [match.end() for match in found]):
             if start < first + done < end:
                 yield start, first + done
                 start = first + done
     yield start, end
 
 
-def _reach(tokenizer: Any, tokens: Sequence[int], done: int, covered: int, wanted: int) -> tuple[int, int]:
-    """Return how many of the first tokens cover ``wanted`` characters, and how many these cover; the first ``done``
-    cover ``covered``. It decodes only what is between, from a token that is whole by itself: a character may be cut.
+def _covering(tokenizer: Any, tokens: Sequence[int], ends: Sequence[int]) -> Iterator[int]:
+    """Yield for each of ``ends``, ascending numbers of characters, how many of the first tokens cover as many.
+
+    Only what is near is decoded, from a token on that is whole by itself: a character may have up to four.
     """
-    whole = (n for n in range(done - 1, -1, -1) if "\ufffd" not in decoded(tokenizer, tokens[n : n + 1], special=True))
-    begin = next(whole, 0)
+    begin = done = covered = 0
 
-    def length(n: int) -> int:
-        return len(decoded(tokenizer, tokens[begin:n], special=True).rstrip("\ufffd"))
+    def length(n: int) -> int:  # within a character, a run of bytes may be no text at all
+        longest = 0
+        for last in range(n, max(begin, n - 4), -1):
+            text = decoded(tokenizer, tokens[begin:last], special=True)
+            longest = max(longest, len(text.rstrip("\ufffd")))
+            if not text.endswith("\ufffd"):
+                break
+        return longest
 
-    before, step = covered - length(done), 1
-    while done + step < len(tokens) and before + length(done + step) < wanted:
-        step *= 2
-    found = bisect_left(range(len(tokens)), wanted - before, done, min(done + step, len(tokens)), key=length)
-    return found, before + length(found)
+    for end in ends:
+        before, step = covered - length(done), 1
+        while done + step < len(tokens) and before + length(done + step) < end:
+            step *= 2
+        found = bisect_left(range(len(tokens)), end - before, done, min(done + step, len(tokens)), key=length)
+        covered = before + length(found)
+        own = (n for n in range(found - 1, done - 1, -1) if "\ufffd" not in decoded(tokenizer, tokens[n : n + 1], True))
+        begin, done = next(own, begin), found
+        yield done
 
 
 def _parents(found: Sequence[Decision], group: dict[str, Any]) -> np.ndarray:

@@ -59,6 +59,7 @@ _STORED = {
 _MAGIC = b"ATG1"
 _PREFIX = struct.Struct("<4sI")
 _PADDING = tuple(bytes(n) for n in range(8))
+_FLOAT = np.finfo(np.float64).max
 _INT64 = range(-(2**63), 2**63)
 LARGEST = 1e15
 """Of scores and advantages: their squares, and sums of these, are float32 numbers."""
@@ -170,9 +171,10 @@ class ScoredGroup:
         if env_id is not None and (type(env_id) is not int or env_id not in _INT64):
             raise RefusedGroup(Reason.MALFORMED, f"env_id={str(env_id)[:80]}: give a whole number, or null")
         _require_finite_scores(self.scores.tolist())
-        for name in [name for name, column in self.floats.items() if not np.isfinite(column).all()]:
-            for i, values in enumerate(self.cut(self.floats[name])):
-                require_finite(f"{name}[{i}]", values, Reason(f"nonfinite_{name}"))
+        for name, column in self.floats.items():
+            largest = LARGEST if name == "advantages" else math.inf
+            for i, values in enumerate(() if np.abs(column).max() <= min(largest, _FLOAT) else self.cut(column)):
+                require_finite(f"{name}[{i}]", values, Reason(f"nonfinite_{name}"), largest)
         for name in sorted(self.fields.keys() - {"overrides", "group_overrides"}):
             self._decoded(name)
         if "inference_logprobs" in self.fields:
@@ -369,10 +371,11 @@ def require_count(name: str, rows: Sequence[Any], sequences: int) -> None:
         raise RefusedGroup(Reason.UNEQUAL_LENGTHS, f"{len(rows)} {name} for {sequences} sequences")
 
 
-def require_finite(name: str, values: np.ndarray, reason: Reason, largest: float = np.finfo(np.float64).max) -> None:
+def require_finite(name: str, values: np.ndarray, reason: Reason, largest: float = math.inf) -> None:
     """Raise RefusedGroup, with ``reason`` and the position, unless all of a sequence's values are finite."""
-    for at in np.flatnonzero(~(np.abs(values) <= largest)):
-        raise RefusedGroup(reason, f"{name} is {values[at]} at position {at}; it must be finite, at most {largest:g}")
+    for at in np.flatnonzero(~np.isfinite(values) | (np.abs(values) > largest)):
+        limit = f", at most {largest:g}" if math.isfinite(largest) else ""
+        raise RefusedGroup(reason, f"{name} is {values[at]} at position {at}; it must be finite{limit}")
 
 
 def _listed(group: Mapping[str, Any], name: str) -> Sequence[Any]:

@@ -45,6 +45,7 @@ from atroposlib.envs.base import ScoredDataGroup
 from pydantic import Field
 
 from recipe.atropos.adapter.cli import adapt
+from recipe.atropos.adapter.recorded_calls import cause_of
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.environments.data_sets import load_dataset, read_jsonl
 from recipe.atropos.environments.items import Item, ItemsEnv, ItemsEnvConfig
@@ -146,9 +147,11 @@ class SessionsEnv(ItemsEnv):
                 async with limit:
                     result = await guarded(self.play(item, opened))
                 return await self._sessions.end(opened.id, **read_reward(result))
-            except Exception as error:  # an agent raises what it likes
+            except Exception as error:  # an agent raises what it likes, also when it is canceled
+                if asyncio.current_task().cancelling():
+                    raise
                 logger.warning("session %s failed: %r", opened.id, error)
-                end = str(error) if isinstance(error, SessionFailed) else type(error).__name__
+                end = str(error) if isinstance(error, SessionFailed) else type(cause_of(error)).__name__
         return await self._sessions.end(opened.id, end="seconds" if limit.expired() else end)
 
     async def _group(self, outcomes: list[dict[str, Any]]) -> ScoredDataGroup:

@@ -73,7 +73,7 @@ class Evaluations:
         self._settings, self._last = run.config.evaluation, run.config.trainer.total_training_steps
         self._path = run.files.evaluations
         self._task: asyncio.Task[None] | None = None
-        self._pushed = True  # by the trainer that runs now
+        self._pushed = True  # by the trainer that runs now, which waits for nothing before its first push
         self._mark(NONE_YET)
 
     def _mark(self, version: int) -> None:
@@ -116,7 +116,7 @@ class Evaluations:
         if self._task is not None and self._task.done():
             self._task.result()
             self._task = None
-        self._pushed |= self._run.files.waiting.exists()  # before its first push, a trainer waits for nothing
+        self._pushed |= self._run.files.waiting.exists()
         if self._task is None and self._settings.every and self._pushed:
             version = await self._inference.version()
             if version is not None and version > self._settled and self._between(version):

@@ -45,12 +45,17 @@ def place_servers(config: DictConfig) -> str | None:
     launch = SGLangLaunch("", extra_args=inference.args)
     each, first = launch.gpus, launch.extra_args.get("base_gpu_id")
     decided, colocated, servers = inference.colocated is None, inference.colocated, inference.servers
-    several = f"with trainer.nnodes={config.trainer.nnodes}: Ray may give these GPUs to ranks"
+    nodes, joined = config.trainer.nnodes, cluster_address(config.ray_kwargs.ray_init)
+    several = f"with trainer.nnodes={nodes}: Ray may give these GPUs to ranks"
     check_rules(
         [
-            (config.trainer.nnodes > 1 and colocated, f"inference.colocated=true {several} of others; leave it out"),
             (
-                config.trainer.nnodes > 1 and first is None,
+                nodes > 1 and not joined,
+                f"trainer.nnodes={nodes}: the run joins no Ray cluster; set ray_kwargs.ray_init.address or RAY_ADDRESS",
+            ),
+            (nodes > 1 and colocated, f"inference.colocated=true {several} of others; leave it out"),
+            (
+                nodes > 1 and first is None,
                 f"inference.placement=launcher {several}: keep some from it (ray start --num-gpus here), and give the "
                 "first of them as inference.args.base_gpu_id",
             ),
@@ -91,7 +96,7 @@ def _place_by_ray(config: DictConfig) -> str:
             (
                 inference.colocated,
                 "inference.colocated=true with inference.placement=ray: Ray gives a GPU to one of the two; leave it "
-                "out, or set inference.placement=launcher",
+                "out",
             ),
             (
                 given,

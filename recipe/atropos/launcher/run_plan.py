@@ -64,6 +64,7 @@ class RunPlan:
         """
         decided = {
             "run.dir": str(self.files.path),
+            "trainer.default_local_dir": str(Path(self.config.trainer.default_local_dir).resolve()),
             "actor_rollout_ref.model.path": self.config.actor_rollout_ref.model.path,
             "inference.colocated": bool(self.config.inference.colocated),
             "inference.servers": self.config.inference.servers,

@@ -16,7 +16,7 @@ from recipe.atropos.terminal.dashboard import Dashboard, clock, shell_command, s
 from recipe.atropos.utils.files import read_json
 
 RUN_HELP = "folder of a run, or its name below runs/; default: the run that started last"
-RESUMES = "the command that started it resumes it, without trainer.resume_mode"
+RESUMES = "the command that started it resumes it (leave out trainer.resume_mode)"
 _TOLD = {
     STOPPED: f"ended before it was finished; {RESUMES}",
     KILLED: f"its launcher was killed or the machine was restarted; {RESUMES}",

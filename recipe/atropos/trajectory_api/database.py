@@ -179,7 +179,7 @@ def append(
     connection: sqlite3.Connection,
     groups: Sequence[Entry],
     records: Sequence[bytes],
-    named: Mapping[str, int] | None = None,
+    digests: Mapping[str, int] | None = None,
     ticket: int | None = None,
 ) -> None:
     """Store a post's groups and their records, its idempotency key with their digest, and the end of its ticket."""
@@ -192,8 +192,8 @@ def append(
         "INSERT INTO records (id, data, digest) VALUES (?, ?, ?)",
         [(one.id, record, _digest(one.id, record)) for one, record in zip(groups, records, strict=True)],
     )
-    if named:
-        connection.executemany("INSERT OR REPLACE INTO posts VALUES (?, ?)", named.items())
+    if digests:
+        connection.executemany("INSERT OR REPLACE INTO posts VALUES (?, ?)", digests.items())
         forget_posts(connection)
     if ticket is not None:
         end_tickets(connection, [ticket])

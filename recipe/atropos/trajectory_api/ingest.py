@@ -228,9 +228,9 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
     """
     if not groups:
         return
-    named = {} if key is None else {key: _digest(groups)}
+    digests = {} if key is None else {key: _digest(groups)}
     if key is not None and (earlier := service.posts.get(key)) is not None:
-        if earlier != named[key]:
+        if earlier not in (digests[key], len(groups)):  # a store of an earlier version has their number
             raise RequestRefused(409, f"key={key}: a post of other groups had this key; give each post its own")
         await service.store.write(database.end_tickets, [])  # after the earlier one, which may not be stored yet
         return
@@ -243,15 +243,15 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
         for id, group in enumerate(groups, service.next_id)
     ]
     service.next_id += len(groups)
-    stored = service.store.write(database.append, entries, [group.record for group in groups], named, ticket)
-    service.posts.update(named)
+    stored = service.store.write(database.append, entries, [group.record for group in groups], digests, ticket)
+    service.posts.update(digests)
     indexed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def index(stored: "asyncio.Future[None]") -> None:
         """Called as soon as they are stored, also if the client has left, in the order of the writes."""
         try:
             stored.result()
-            _index(service, groups, entries, begun, named)
+            _index(service, groups, entries, begun, digests)
         except Exception as error:  # is the poster's
             indexed.set_exception(error)
         else:
@@ -262,12 +262,12 @@ async def post(service: TrajectoryService, groups: Sequence[ScoredGroup], ticket
 
 
 def _digest(groups: Sequence[ScoredGroup]) -> int:
-    """Return a digest of 32 bits of what a post trains on; advantages may be others, where credit is given anew."""
-    digest = xxhash.xxh32()
+    """Return a digest of what a post trains on; advantages may be others, where credit is given anew."""
+    digest = xxhash.xxh3_64()
     for group in groups:
         for values in (group.lengths, group.tokens, group.masks, group.scores):
             digest.update(np.ascontiguousarray(values))
-    return digest.intdigest()
+    return digest.intdigest() >> 1  # SQLite has signed integers
 
 
 def _index(
@@ -275,7 +275,7 @@ def _index(
     groups: Sequence[ScoredGroup],
     entries: Sequence[Entry],
     begun: Entry | None,
-    named: Mapping[str, int],
+    digests: Mapping[str, int],
 ) -> None:
     """Let the index follow the store, in the order of the writes: a reset is one."""
     for entry in entries:
@@ -286,7 +286,7 @@ def _index(
         service.queue.close(begun, entries)
         if sum(entry.size for entry in entries) > begun.size:
             service.count("larger_than_ticket")
-    service.posts.update(named)  # also after a reset meanwhile
+    service.posts.update(digests)  # also after a reset meanwhile
     if service.trainer is not None and not all(service.queue.takes(entry.size) for entry in entries):
         service.set_batch_size(service.trainer)  # a trainer with smaller batches registered meanwhile
     service.latest = entries[-1].id

@@ -7,20 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
+class Escaped(RuntimeError):
+    """What is no Exception, its cause, was raised where it must end nothing else."""
+
+
 async def guarded(work: Awaitable[Any]) -> Any:
-    """Await ``work``; raise RuntimeError for what is no Exception, as SystemExit, which would end the event loop, or
-    the cancellation of a task that it awaits, rather than of the current task.
+    """Await ``work``; raise Escaped for what is no Exception, such as SystemExit, which would end the event loop. So is
+    the cancellation of a task that ``work`` awaits; that of the current task stays what it is.
     """
     try:
         return await work
     except (Exception, KeyboardInterrupt, GeneratorExit):
         raise
-    except asyncio.CancelledError as error:
-        if asyncio.current_task().cancelling():
-            raise
-        raise RuntimeError("it waited for a task of its own that was canceled") from error
     except BaseException as error:
-        raise RuntimeError(f"it raised {error!r}") from error
+        if asyncio.current_task().cancelling():
+            raise asyncio.CancelledError from error
+        raise Escaped(f"it raised {error!r}") from error
 
 
 async def awaited(result: Any) -> Any:

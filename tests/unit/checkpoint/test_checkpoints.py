@@ -227,7 +227,12 @@ def test_run_dir_of_another_layout_of_ranks_is_refused(configured, tmp_path, key
 
 @pytest.mark.parametrize(
     ("key", "value", "then"),
-    [("lora_rank", 16, 8), ("lora_rank", 0, 8), ("target_modules", ["q_proj"], r"\['o_proj', 'q_proj'\]")],
+    [
+        ("lora_rank", 16, 8),
+        ("lora_rank", 0, 8),
+        ("target_modules", ["q_proj"], r"\['o_proj', 'q_proj'\]"),
+        ("exclude_modules", "lm_head", "null"),
+    ],
 )
 def test_run_dir_of_another_adapter_is_refused(configured, tmp_path, key, value, then):
     """Its configuration stays; the order of the modules is no other."""

@@ -194,6 +194,13 @@ def test_credit_cuts_after_characters_of_several_tokens(text):
     parts = [each[2:] for each in _decisions(group, Credit(spans="answer", values="operator:eq"), tokenizer)]
     found = [tokenizer.decode(group["tokens"][0][start:end]) for start, end in parts]
     assert "".join(found) == text and found[1:] == [text[text.index("<answer>") :]]
+    for spans in ("。", "\n"):  # within a run of bytes, where each is one
+        text = "まず三と四を足す。次に二を\n掛ける。\n答えは十四です。ok。\nend"
+        row = tokenizer.encode(text, add_special_tokens=False)
+        group = {"tokens": [[1, *row]], "masks": [[-100, *row]], "scores": [1.0]}
+        parts = [each[2:] for each in _decisions(group, Credit(spans=spans, values="operator:eq"), tokenizer)]
+        found = [tokenizer.decode(group["tokens"][0][start:end]) for start, end in parts]
+        assert found == [f"{part}{spans}" for part in text.split(spans)[:-1]] + [text.split(spans)[-1]]
 
 
 async def test_credit_refuses_a_group_whose_spans_take_too_long(monkeypatch):

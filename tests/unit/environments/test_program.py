@@ -125,7 +125,37 @@ async def raises(item, base_url, api_key):
 def test_program_function_may_raise_what_it_likes(tmp_path, monkeypatch, error):
     """A session fails by it, no other, and no limit is blamed; also by what is no Exception."""
     found = counted(tmp_path, monkeypatch, {"error": error}, [], agent=f"{__name__}:raises")
-    assert found == {f"failed/{'RuntimeError' if error != 'TimeoutError' else error}": 4, "left_out": 2, "ended": 4}
+    assert found == {f"failed/{'Failed' if error == 'outcome' else error}": 4, "left_out": 2, "ended": 4}
+
+
+async def closes_badly(item, base_url, api_key):
+    try:
+        await asyncio.sleep(60)
+    finally:
+        raise ValueError("its connection was closed")
+
+
+def test_program_function_that_is_canceled_is_not_repeated(tmp_path, monkeypatch):
+    """Whatever it raises then."""
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    nowhere, begun = SimpleNamespace(url="http://127.0.0.1:1"), []
+    env = program_env(tmp_path, tmp_path / "model", nowhere, [1], agent=f"{__name__}:closes_badly")
+    env._sessions = SimpleNamespace()
+
+    async def opened(**_):
+        begun.append(Opened("s", "http://127.0.0.1:1", "key"))
+        return begun[-1]
+
+    async def cancel():
+        env._sessions.open, env._slots = opened, asyncio.Semaphore(2)
+        work = asyncio.create_task(env.collect_trajectories(1))
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        work.cancel()
+        await asyncio.wait([work], timeout=10)
+        return work.done()
+
+    assert asyncio.run(cancel()) and len(begun) == 2
 
 
 async def values_of_numpy(item, base_url, api_key):

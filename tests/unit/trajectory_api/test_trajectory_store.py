@@ -43,7 +43,7 @@ async def test_what_was_written_is_loaded(tmp_path, durability):
         await store.write(database.write_environment, 0, {"name": "one"})
         await store.write(database.begin_ticket, 7, 0, 4, 3)
         await store.write(database.begin_ticket, 8, 0, 4, 3)
-        await append(store, 1, 2, named={"post": 2})
+        await append(store, 1, 2, digests={"post": 2})
         await append(store, 3, ticket=7)
         await store.write(database.cut, 1, [2])
         await store.write(database.write_run, epoch=4)
@@ -90,7 +90,7 @@ async def test_a_full_disk_holds_writes_until_there_is_room(store, tmp_path):
 
 async def test_a_reset_begins_anew_and_deletes_no_record(tmp_path):
     async with open_store(tmp_path) as (store, _):
-        await append(store, 1, 2, named={"post": 2})
+        await append(store, 1, 2, digests={"post": 2})
         await store.write(database.cut, 1, [1])
         await store.write(database.write_environment, 0, {"name": "one"})
         await store.write(database.begin_ticket, 7, 0, 4, 3)

@@ -47,7 +47,8 @@ def groups(draw):
     }
     for name in FLOATS:
         if draw(st.booleans()):
-            group[name] = rows(draw(st.sampled_from([FLOAT32, FLOAT64])))
+            values = draw(st.sampled_from([FLOAT32, FLOAT64]))
+            group[name] = rows(values.filter(lambda value: abs(value) <= LARGEST) if name == "advantages" else values)
     optional = {
         "messages": st.lists(st.lists(MESSAGE, max_size=2), max_size=2),
         "generation_params": MAPPING,
