@@ -25,6 +25,7 @@ from renderers.configs import RendererConfig
 from renderers.default import DefaultRenderer
 
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.messages import Asked, Message, RequestError, read_object, tool_call
 from recipe.atropos.sessions.tree import Turn
 
@@ -201,6 +202,13 @@ class Rendering:
     def text(self, tokens: list[int]) -> str:
         """Return a reply's text, without what ended its turn."""
         return self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.special else tokens, skip_special_tokens=False)
+
+    def after_prompt(self, prompt: list[int], reply: SampledReply) -> str:
+        """Return a reply's text as its client reads it, and what the server cut off its end: a stop string and what its
+        last token has after that, or a token.
+        """
+        before, whole = (self.tokenizer.decode(i, skip_special_tokens=True) for i in (prompt, prompt + reply.tokens))
+        return reply.text + whole[len(before) + len(reply.text) :]
 
     def after_text(self, turn: Turn, prompt: str) -> list[int] | None:
         """Return the ids of what a text has after that of a turn; None if it does not go on where the reply ended."""

@@ -28,8 +28,9 @@ NO_LOGPROB = 1.0  # of a token that is not trained (atroposlib's value)
 class Asking:
     """How a turn was asked for, as it is stored. ``versions`` are the oldest and the newest that sampled it.
     ``messages`` are those since the parent; ``basis`` stands for what they all depend on, None if it was asked for with
-    a prompt as it is; ``text`` is this prompt and the reply, if it was a text; ``cause`` why it begins a history anew,
-    though the session has others; ``tools`` whether its request had some.
+    a prompt as it is; ``text`` is this prompt, if it was a text, and the reply as its client reads it; ``prompt`` the
+    text that begins a history; ``cause`` why it begins one anew, though the session has others; ``tools`` whether its
+    request had some.
     """
 
     versions: tuple[int, int] | None
@@ -39,6 +40,7 @@ class Asking:
     cause: str | None
     basis: bytes | None = None
     tools: bool = False
+    prompt: str | None = None
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -164,6 +166,11 @@ class Tree:
         """Return whether ``ids``, (length,) int32, go on after the first prompt of a history."""
         first = [turn.added for turn in self.turns if turn.parent is None]
         return any(len(each) < len(ids) and np.array_equal(ids[: len(each)], each) for each in first)
+
+    def begun_text(self, text: str) -> bool:
+        """Return whether ``text`` goes on after the first prompt of a history."""
+        first = [turn.prompt for turn in self.turns if turn.prompt is not None]
+        return any(text.startswith(each) and text != each for each in first)
 
     def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
         """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
