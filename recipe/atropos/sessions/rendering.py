@@ -175,7 +175,7 @@ class Rendering:
                 _, found, rest = tail.partition(end)
                 tail, found = end + rest, found and ended and end not in str(calls)
             if found and _MARK not in tail:
-                ids = self.tokenizer.encode(tail, add_special_tokens=False)
+                ids = self._tail(tail)
                 return ids[1:] if ended and ids[:1] == [turn.tokens[-1]] else ids
         return None
 
@@ -210,9 +210,17 @@ class Rendering:
         before, whole = (self.tokenizer.decode(i, skip_special_tokens=True) for i in (prompt, prompt + reply.tokens))
         return reply.text + whole[len(before) + len(reply.text) :]
 
+    def _tail(self, text: str) -> list[int]:
+        """Return the ids of a text that stands after a reply, without the space that SentencePiece puts before a text:
+        it is encoded after the end of a line. Tokenizers that merge the two put no space.
+        """
+        texts = ("\n", "\n" + text, text)
+        line, after, alone = (self.tokenizer.encode(each, add_special_tokens=False) for each in texts)
+        return after[len(line) :] if after[: len(line)] == line else alone
+
     def after_text(self, turn: Turn, prompt: str) -> list[int] | None:
         """Return the ids of what a text has after that of a turn; None if it does not go on where the reply ended."""
-        rest = self.tokenizer.encode(prompt[len(turn.text or "") :], add_special_tokens=False)
+        rest = self._tail(prompt[len(turn.text or "") :])
         if turn.tokens[-1] in self.special:
             return rest[1:] if rest[:1] == [turn.tokens[-1]] else None
         return rest if rest or self.text(turn.tokens.tolist()) else None  # an equal prompt may ask it again

@@ -125,6 +125,16 @@ async def test_session_bridge_is_what_the_template_writes(tmp_path):
         assert tokenizer.decode(program.policy.sampled[-1][0]) == tokenizer.decode(whole), template
 
 
+async def test_session_bridge_of_sentencepiece_adds_no_space(tmp_path):
+    """Which it puts before a text, not before one that stands after a reply."""
+    tokenizer = sentencepiece_tokenizer("no_generation_prompt")
+    program = Program(opened(tmp_path), ScriptedPolicy(tokenizer), Rendering(tokenizer), tools=None)
+    await program.ask([user("sum")], sampling={"max_new_tokens": 1})  # so that no special token ends it
+    await program.ask([*program.seen[-1], user("and")])
+    (prompt, tokens, _), (then, *_) = program.policy.sampled
+    assert tokenizer.decode(then) == tokenizer.decode(prompt + tokens) + "user: and"
+
+
 async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
     script = ["<think>so</think>19", "<think>no</think>7"]
     program = await run(tmp_path, "thinking_stripped", script, thinking="as_template")
@@ -283,6 +293,7 @@ async def test_session_texts_go_on_as_their_client_reads_them(tmp_path, made):
     text += await ask(text, stop="result:") + "result: 19. "
     text += await ask(text) + "\n and"
     await ask(text)
+    assert tokenizer.decode(policy.sampled[-1][0], skip_special_tokens=True) == text, "no space of its own"
     assert session.summary()["rows"] == 1 and session.summary()["forks"] == {}
     for prompt in ("12 and 7", "12 and 7 is", "12"):
         await ask(prompt)
