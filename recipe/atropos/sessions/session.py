@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from recipe.atropos.data.rows import one_bos
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.counts import Reports, count_session
@@ -368,7 +369,7 @@ class Session:
             parent = self.tree.continued_text(asked.prompt)
             if parent is not None and (rest := rendering.after_text(parent, asked.prompt)) is not None:
                 return parent, rest, [], None
-            ids = rendering.tokenizer.encode(asked.prompt)
+            ids = one_bos(rendering.tokenizer, rendering.tokenizer.encode(asked.prompt))
             return None, ids, [], "other" if self.tree.begun_text(asked.prompt) else None
         if asked.prompt is not None:
             parent, count = self.tree.continued_ids(ids := as_ids(asked.prompt))

@@ -256,6 +256,17 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
 
 
+async def test_session_texts_that_clients_render_have_one_bos(tmp_path):
+    """The template writes it, and the tokenizer before any text."""
+    program = await run(tmp_path, "bos", ["the sum"], tools=None)
+    tokenizer, session = program.rendering.tokenizer, program.session
+    text = tokenizer.apply_chat_template([user("the sum of 12 and 7")], tokenize=False, add_generation_prompt=True)
+    for prompt in (text, text.removeprefix(tokenizer.bos_token)):
+        await session.sample(Asked(prompt=prompt), b"", program.rendering, program.policy, "")
+    first, *others = (prompt for prompt, *_ in program.policy.sampled)
+    assert others == [first, first] and first.count(tokenizer.bos_token_id) == 1
+
+
 async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
     program = await run(tmp_path, "chatml", [])
     program.policy.script = ["the sum of 12 and 7", " is 19", "no"]
