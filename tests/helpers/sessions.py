@@ -113,6 +113,21 @@ def chat_tokenizer(template="chatml"):
     return tokenizer
 
 
+def sentencepiece_tokenizer(template="chatml"):
+    """Bytes, and a space that is put before a text, which decoding strips: as of Llama 2, without its words."""
+    vocab = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    ids = {token: number for number, token in enumerate(vocab)}
+    made = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="<|im_end|>", additional_special_tokens=ADDED
+    )
+    tokenizer.chat_template = TEMPLATES[template]
+    return tokenizer
+
+
 @dataclass
 class ScriptedPolicy:
     """Answers as it is told, or at random; remembers every prompt and what it sampled, each with logprobs of its own.
@@ -140,10 +155,15 @@ class ScriptedPolicy:
         logprobs = [-1e-6 * (count + i + 1) for i in range(len(tokens))]
         self.sampled.append((list(ids), tokens, logprobs))
         finish = {"type": "stop", "matched": tokens[-1]} if ended else {"type": "length"}
-        return SampledReply(self.tokenizer.decode(tokens), tokens, logprobs, finish, (3, 4)), [
+        return SampledReply(self.text(ids, tokens), tokens, logprobs, finish, (3, 4)), [
             {"version": "3", "start": 0, "end": 1},
             {"version": "4", "start": 1, "end": len(tokens)},
         ]
+
+    def text(self, ids, tokens):
+        """A reply's text as SGLang has it: without special tokens, decoded after its prompt."""
+        before, whole = (self.tokenizer.decode(each, skip_special_tokens=True) for each in (ids, [*ids, *tokens]))
+        return whole[len(before) :]
 
     def reply(self):
         text = "".join(self.chance.choices(WORDS, k=self.chance.randrange(6)))

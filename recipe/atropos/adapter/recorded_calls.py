@@ -35,7 +35,7 @@ from openai.types.completion import Completion as TextCompletion
 from tenacity import RetryError
 
 from recipe.atropos.adapter.completion_cache import EVALUATION, CompletionCache
-from recipe.atropos.data.rows import trained_spans
+from recipe.atropos.data.rows import one_bos, trained_spans
 from recipe.atropos.data.sampling import SamplingParams, default_temperature
 from recipe.atropos.data.token_keys import key_of, keys_of
 from recipe.atropos.inference.client import InferenceError, SGLangClient
@@ -97,7 +97,7 @@ class Calls:
     def restore_sampled(self, tokenizer: Any, text: str, special: bool, prefer: Collection[int] = ()) -> list[int]:
         """Return a prompt's tokens, replies as they were sampled; ``special``: with the tokenizer's special tokens."""
         return self.cache.restore_sampled(
-            _one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=special)), prefer
+            one_bos(tokenizer, tokenizer.encode(text, add_special_tokens=special)), prefer
         )
 
     # ------------------------------------------------------------------ requests
@@ -146,7 +146,7 @@ class Calls:
     async def tokens(self, server: SGLangServer, **kwargs: Any) -> tuple[list[int], list, list, list]:
         """Replace ``SGLangServer``'s call for tokens and logprobs. SGLang rejects unknown arguments."""
         prompt, ids = kwargs.pop("prompt", None), kwargs.pop("input_ids", None)
-        ids = self.restore_sampled(server.tokenizer, prompt, True) if ids is None else _one_bos(server.tokenizer, ids)
+        ids = self.restore_sampled(server.tokenizer, prompt, True) if ids is None else one_bos(server.tokenizer, ids)
         params, unknown = sampling_params(kwargs)
         replies = await self.sample(server, ids, params | unknown, kwargs.get("timeout"))
         _, tokens, logprobs, reasons, _ = map(list, zip(*replies, strict=True))
@@ -333,11 +333,6 @@ class RecordingManagedServer(ManagedServer):
 
 
 # ---------------------------------------------------------------------- helpers
-
-
-def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Return the ids with a single BOS token if both chat template and tokenizer added one."""
-    return ids[1:] if len(ids) >= 2 and ids[0] == tokenizer.bos_token_id == ids[1] else list(ids)
 
 
 def _template_arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

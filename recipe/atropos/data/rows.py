@@ -191,3 +191,8 @@ def trained_spans(masks: Sequence[int]) -> Iterator[tuple[int, int]]:
         start, end = end, end + len(list(run))
         if trained:
             yield start, end
+
+
+def one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Return the ids with a single BOS token if both chat template and tokenizer added one."""
+    return ids[1:] if len(ids) >= 2 and ids[0] == tokenizer.bos_token_id == ids[1] else list(ids)

@@ -78,8 +78,8 @@ class AtroposEnv(gem.Env):
             ``fade`` counts trainer steps: set ``env.unwrapped.training_step`` (gem's wrappers hold a copy of the
             attribute) before an episode ends.
 
-    The observation is the new text since the policy's last answer (at first that of all messages), or the whole prompt
-    if the environment renders it itself. ``info`` has
+    The observation is the new text since the policy's last answer (of all messages where a conversation begins), or
+    the whole prompt if the environment renders it itself. ``info`` has
 
     - ``messages`` (None if the environment renders the prompt), ``prompt`` and ``prompt_ids``: what it sent;
     - ``max_tokens``, ``stop``, ``sampling``: limits and parameters of the requested answer;
@@ -275,7 +275,8 @@ class AtroposEnv(gem.Env):
             raise
 
     def _observe(self, ask: ActionRequest, cut: bool) -> tuple[str, dict[str, Any]]:
-        new = _new_messages(ask)
+        new = _new_messages(ask.messages or [], self._episode.asked)
+        self._episode.asked.append(ask.messages)
         self._ask = ask
         info = {
             "messages": ask.messages,
@@ -304,11 +305,13 @@ class AtroposEnv(gem.Env):
                 )
 
 
-def _new_messages(ask: ActionRequest) -> Messages:
-    """Return the messages after the last answer; all of them if the policy has not answered yet; [] without any."""
-    messages = ask.messages or []
+def _new_messages(messages: Messages, earlier: list[Messages | None]) -> Messages:
+    """Return the messages after the last answer; all of them if they go on after none of the ``earlier`` requests: of a
+    new conversation, answers are examples.
+    """
+    goes_on = any(each and each != messages and each == messages[: len(each)] for each in earlier)
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    return messages[answers[-1] + 1 :] if answers and ask.call > 0 else messages
+    return messages[answers[-1] + 1 :] if answers and goes_on else messages
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -94,6 +94,7 @@ class Episode:
 
     def __init__(self, rollout: Callable[[], Coroutine[Any, Any, Any]], loop: asyncio.AbstractEventLoop):
         self.made: list[Any] = []  # every ScoredDataGroup of the environment, also those that it then drops
+        self.asked: list[Messages | None] = []  # the messages of each request that was observed
         self._loop = loop
         self._calls = 0
         self._events: SimpleQueue[ActionRequest | Future[Any]] = SimpleQueue()

@@ -25,6 +25,7 @@ from renderers.configs import RendererConfig
 from renderers.default import DefaultRenderer
 
 from recipe.atropos.errors import ConfigurationError
+from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.messages import Asked, Message, RequestError, read_object, tool_call
 from recipe.atropos.sessions.tree import Turn
 
@@ -174,7 +175,7 @@ class Rendering:
                 _, found, rest = tail.partition(end)
                 tail, found = end + rest, found and ended and end not in str(calls)
             if found and _MARK not in tail:
-                ids = self.tokenizer.encode(tail, add_special_tokens=False)
+                ids = self._tail(tail)
                 return ids[1:] if ended and ids[:1] == [turn.tokens[-1]] else ids
         return None
 
@@ -202,9 +203,24 @@ class Rendering:
         """Return a reply's text, without what ended its turn."""
         return self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.special else tokens, skip_special_tokens=False)
 
+    def after_prompt(self, prompt: list[int], reply: SampledReply) -> str:
+        """Return a reply's text as its client reads it, and what the server cut off its end: a stop string and what its
+        last token has after that, or a token.
+        """
+        before, whole = (self.tokenizer.decode(i, skip_special_tokens=True) for i in (prompt, prompt + reply.tokens))
+        return reply.text + whole[len(before) + len(reply.text) :]
+
+    def _tail(self, text: str) -> list[int]:
+        """Return the ids of a text that stands after a reply, without the space that SentencePiece puts before a text:
+        it is encoded after the end of a line. Tokenizers that merge the two put no space.
+        """
+        texts = ("\n", "\n" + text, text)
+        line, after, alone = (self.tokenizer.encode(each, add_special_tokens=False) for each in texts)
+        return after[len(line) :] if after[: len(line)] == line else alone
+
     def after_text(self, turn: Turn, prompt: str) -> list[int] | None:
         """Return the ids of what a text has after that of a turn; None if it does not go on where the reply ended."""
-        rest = self.tokenizer.encode(prompt[len(turn.text or "") :], add_special_tokens=False)
+        rest = self._tail(prompt[len(turn.text or "") :])
         if turn.tokens[-1] in self.special:
             return rest[1:] if rest[:1] == [turn.tokens[-1]] else None
         return rest if rest or self.text(turn.tokens.tolist()) else None  # an equal prompt may ask it again

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from recipe.atropos.data.rows import one_bos
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.counts import Reports, count_session
@@ -267,17 +268,19 @@ class Session:
             self.reserved -= reserved
             self.freed.set()
         reply = self._reply(asked, sampled, spans, prompt, opening, rendering, model)
+        text = asked.prompt if isinstance(asked.prompt, str) else None
         record = Record(
             parent=parent and parent.number,
             added=as_ids(added).tobytes(),
             reply=msgspec.structs.replace(reply, prompt=[]),
             versions=sampled.versions,
             sampling=SamplingParams.from_request(params),
-            text=asked.prompt + rendering.text(sampled.tokens) if isinstance(asked.prompt, str) else None,
+            text=None if text is None else text + rendering.after_prompt(prompt, sampled),
             cause=cause,
             messages=new,
             basis=_basis(asked),
             tools=bool(asked.tools),
+            prompt=text if parent is None else None,
         )
         number = len(self.tree.turns)
         self.store.add_turn(self.state.id, number, request, msgspec.msgpack.encode(record))
@@ -366,8 +369,8 @@ class Session:
             parent = self.tree.continued_text(asked.prompt)
             if parent is not None and (rest := rendering.after_text(parent, asked.prompt)) is not None:
                 return parent, rest, [], None
-            ids = rendering.tokenizer.encode(asked.prompt)
-            return None, ids, [], "other" if parent is not None and parent.text != asked.prompt else None
+            ids = one_bos(rendering.tokenizer, rendering.tokenizer.encode(asked.prompt))
+            return None, ids, [], "other" if self.tree.begun_text(asked.prompt) else None
         if asked.prompt is not None:
             parent, count = self.tree.continued_ids(ids := as_ids(asked.prompt))
             return parent, asked.prompt[count:], [], "other" if parent is None and self.tree.begun(ids) else None
@@ -454,6 +457,7 @@ class Session:
             text=record.text,
             cause=record.cause,
             tools=record.tools,
+            prompt=record.prompt,
         )
         self.tree.add(turn)
 

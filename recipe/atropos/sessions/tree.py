@@ -6,13 +6,14 @@ A turn is a reply and the ids that were put before it since its parent's reply. 
 - Every sampled token is trained in exactly one leaf, the first that has its turn; in the others it is context. No other
   token is trained.
 - A request continues the deepest turn whose history is its beginning: its messages by what they say (``same``), token
-  ids and texts of prompts literally. Of several such turns (equal requests, answered equally) it continues the last.
+  ids and texts of prompts literally. Of several such turns (equal requests, answered equally) it continues the one with
+  most turns in its path that are literally equal (reasoning and ids of calls included), of these the last.
 
 Shapes: a added ids, n sampled tokens, L tokens of a row.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +29,9 @@ NO_LOGPROB = 1.0  # of a token that is not trained (atroposlib's value)
 class Asking:
     """How a turn was asked for, as it is stored. ``versions`` are the oldest and the newest that sampled it.
     ``messages`` are those since the parent; ``basis`` stands for what they all depend on, None if it was asked for with
-    a prompt as it is; ``text`` is this prompt and the reply, if it was a text; ``cause`` why it begins a history anew,
-    though the session has others; ``tools`` whether its request had some.
+    a prompt as it is; ``text`` is this prompt, if it was a text, and the reply as its client reads it; ``prompt`` the
+    text that begins a history; ``cause`` why it begins one anew, though the session has others; ``tools`` whether its
+    request had some.
     """
 
     versions: tuple[int, int] | None
@@ -39,6 +41,7 @@ class Asking:
     cause: str | None
     basis: bytes | None = None
     tools: bool = False
+    prompt: str | None = None
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -139,11 +142,14 @@ class Tree:
     def continued(self, messages: Sequence[Message], basis: bytes | None) -> tuple[Turn | None, int]:
         """Return the deepest turn whose history are the first of ``messages``, and how many those are."""
 
+        equal: dict[Turn | None, int] = {None: 0}  # turns of a path
+
         def end(turn: Turn, at: int) -> int | None:
             there = messages[at : at + len(turn.messages)]
+            equal[turn] = equal[turn.parent] + (turn.messages == there)
             return at + len(there) if turn.basis == basis and alike(turn.messages, there) else None
 
-        return self._deepest(end)
+        return self._deepest(end, equal)
 
     def continued_text(self, text: str) -> Turn | None:
         """Return the turn with the longest prompt and reply that ``text`` begins with."""
@@ -158,22 +164,29 @@ class Tree:
             fits = np.array_equal(ids[at:middle], turn.added) and np.array_equal(ids[middle:end], turn.tokens)
             return end if fits else None
 
-        return self._deepest(end)
+        return self._deepest(end, {})
 
     def begun(self, ids: np.ndarray) -> bool:
         """Return whether ``ids``, (length,) int32, go on after the first prompt of a history."""
         first = [turn.added for turn in self.turns if turn.parent is None]
         return any(len(each) < len(ids) and np.array_equal(ids[: len(each)], each) for each in first)
 
-    def _deepest(self, end: Callable[[Turn, int], int | None]) -> tuple[Turn | None, int]:
+    def begun_text(self, text: str) -> bool:
+        """Return whether ``text`` goes on after the first prompt of a history."""
+        first = [turn.prompt for turn in self.turns if turn.prompt is not None]
+        return any(text.startswith(each) and text != each for each in first)
+
+    def _deepest(
+        self, end: Callable[[Turn, int], int | None], prefer: Mapping[Turn | None, int]
+    ) -> tuple[Turn | None, int]:
         """Return the turn that ends last, and where; ``end(turn, at)``: where one that begins ``at`` does, None if it
-        differs.
+        differs; of several the one with the largest number in ``prefer``.
         """
         ends: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:
             if turn.parent in ends and (found := end(turn, ends[turn.parent])) is not None:
                 ends[turn] = found
-        return max(reversed(ends.items()), key=lambda one: one[1])
+        return max(reversed(ends.items()), key=lambda one: (one[1], prefer.get(one[0], 0)))
 
     def leaves(self) -> Iterator[Leaf]:
         """Yield the rows to train on; each turn is trained in the first that has it."""

@@ -10,8 +10,9 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 
 from helpers.sampled import END, I, Scripted, chat, ids_of, make, with_bos
 from helpers.stub_sglang import reply, stub_servers
-from recipe.atropos.adapter.recorded_calls import ATTEMPTS, RecordingManagedServer, _one_bos, client_of, sampling_params
+from recipe.atropos.adapter.recorded_calls import ATTEMPTS, RecordingManagedServer, client_of, sampling_params
 from recipe.atropos.commands.verify_env import _record_calls
+from recipe.atropos.data.rows import one_bos
 from recipe.atropos.data.sampling import SamplingParams
 from recipe.atropos.inference.client import InferenceError
 
@@ -68,11 +69,11 @@ def test_recorded_calls_keep_what_stands_before_a_bos(tokenizer):
     bos = with_bos(tokenizer).bos_token_id
     known = SimpleNamespace(bos_token_id=bos)
     for ids in ([], [bos], [5, bos, 6], [bos, 5], [bos, 5, bos]):
-        assert _one_bos(known, ids) == ids
-    assert _one_bos(known, [bos, bos, 6]) == [bos, 6]
-    assert _one_bos(SimpleNamespace(bos_token_id=9), [9, 5, 6]) == [9, 5, 6]
+        assert one_bos(known, ids) == ids
+    assert one_bos(known, [bos, bos, 6]) == [bos, 6]
+    assert one_bos(SimpleNamespace(bos_token_id=9), [9, 5, 6]) == [9, 5, 6]
     ids = np.array([128_000, 128_000, 6]).tolist()  # Llama 3's; equal numbers of this size are different objects
-    assert _one_bos(SimpleNamespace(bos_token_id=128_000), ids) == [128_000, 6]
+    assert one_bos(SimpleNamespace(bos_token_id=128_000), ids) == [128_000, 6]
 
 
 async def test_recorded_calls_send_one_bos_whoever_writes_it(env, stub, tokenizer):

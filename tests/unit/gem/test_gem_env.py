@@ -186,6 +186,27 @@ def test_gem_first_observation_has_all_messages(make, caplog):
     assert "nothing can be trained on" not in caplog.text
 
 
+def test_gem_new_conversations_are_observed_whole(make):
+    """A judge's after a solver's, each answer of a group, each choice of a call; what goes on is not."""
+
+    class JudgedEnv(guess_env.GuessEnv):
+        async def collect_trajectory(self, item):
+            for rules in ("Guess.", "Judge."):
+                messages = [{"role": "system", "content": rules}, {"role": "user", "content": "2?"}]
+                messages += [{"role": "assistant", "content": "no"}, {"role": "user", "content": "1?"}]
+                await self.server.chat_completion(messages=messages, n=2, max_tokens=16)
+            messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "sure?"}]
+            await self.server.chat_completion(messages=messages, n=2, max_tokens=16)
+            return {"tokens": [1, 2], "masks": [-100, 2], "scores": 1.0}, []
+
+    env = make(JudgedEnv)
+    seen = [env.reset()[0], *(env.step("yes")[0] for _ in range(5))]
+    assert seen == ["Guess.\n\n2?\n\nno\n\n1?"] * 2 + ["Judge.\n\n2?\n\nno\n\n1?"] * 2 + ["sure?"] * 2
+    env = make(config={"mood": "few shots", "group_size": 2})
+    assert env.reset()[0] == env.step("0")[0]
+    assert env.step("0")[0] == "higher"
+
+
 def test_gem_passes_over_items_that_ask_for_no_answer(make):
     """They are counted; where there are no others, that is an error."""
     assert make(config={"mood": "skips odd"}).reset()[1]["skipped"] == 1

@@ -1,5 +1,6 @@
 """Conversations over HTTP of the clients that programs use: what is answered, and that it is one row."""
 
+import json
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from recipe.atropos.sessions.store import SessionStore
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+RESPONSES_TOOLS = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": None}]
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -54,16 +56,15 @@ def test_session_of_openai_chat_with_tools_is_one_row(sessions, opened, stream):
 def test_session_of_openai_responses_with_tools_is_one_row(sessions, opened, stream, by):
     client = sessions.openai(opened)
     sessions.policy.script = [f"<think>so</think>sum {CALL}{CALL}", "19", "12"]
-    tools = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": None}]
     asked, history, previous = [{"role": "user", "content": "1 and 2"}], [], None
     for _ in range(3):
         history += asked
         fields = {"input": asked, "previous_response_id": previous} if by == "id" else {"input": history}
         if stream:
-            with client.responses.stream(model="policy", tools=tools, **fields) as events:
+            with client.responses.stream(model="policy", tools=RESPONSES_TOOLS, **fields) as events:
                 reply = events.get_final_response()
         else:
-            reply = client.responses.create(model="policy", tools=tools, **fields)
+            reply = client.responses.create(model="policy", tools=RESPONSES_TOOLS, **fields)
         previous = reply.id
         for item in reply.output:  # references, but of calls, are what Vercel's AI SDK sends
             refers = by == "references" and item.type != "function_call"
@@ -90,6 +91,25 @@ def test_session_instructions_of_a_response_are_its_own(sessions, opened):
         prompt = sessions.policy.tokenizer.decode(sessions.policy.sampled[-1][0])
         systems = [part.partition("<|im_end|>")[0] for part in prompt.split("<|im_start|>system\n")[1:]]
         assert systems == [*given.values(), "of the"]
+
+
+@pytest.mark.parametrize("by", ["id", "history"])
+def test_session_goes_on_after_the_reply_that_is_meant(sessions, opened, by):
+    """Not after another of the same words, sampled at once, whose reasoning or calls differ in their ids alone."""
+    client, asked = sessions.openai(opened), [{"role": "user", "content": "1 and 2"}]
+    sessions.policy.script, replies = [f"<think>{text}</think>sum {CALL}" for text in ("so", "no", "is")], []
+    connections = [sessions.begin(opened, "/v1/responses", input=asked, tools=RESPONSES_TOOLS) for _ in range(3)]
+    for connection in connections:
+        replies.append(json.loads(connection.getresponse().read()))
+    for reply in replies:
+        [call] = [item for item in reply["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
+        fields = {"input": [*asked, *reply["output"], result]}
+        if by == "id":
+            fields = {"input": [result], "previous_response_id": reply["id"]}
+        client.responses.create(model="policy", tools=RESPONSES_TOOLS, **fields)
+    turns = sessions.session(opened).tree.turns
+    assert [f"resp_{turn.parent.reply}" for turn in turns[3:]] == [reply["id"] for reply in replies]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from helpers.sessions import TEMPLATES, ScriptedPolicy, chat_tokenizer, check_trained_once
+from helpers.sessions import TEMPLATES, ScriptedPolicy, chat_tokenizer, check_trained_once, sentencepiece_tokenizer
+from recipe.atropos.inference.sampled import SampledReply
 from recipe.atropos.sessions.messages import Asked, RequestError
 from recipe.atropos.sessions.rendering import Rendering
 from recipe.atropos.sessions.session import Session, SessionLimits, State
@@ -124,6 +125,16 @@ async def test_session_bridge_is_what_the_template_writes(tmp_path):
         assert tokenizer.decode(program.policy.sampled[-1][0]) == tokenizer.decode(whole), template
 
 
+async def test_session_bridge_of_sentencepiece_adds_no_space(tmp_path):
+    """Which it puts before a text, not before one that stands after a reply."""
+    tokenizer = sentencepiece_tokenizer("no_generation_prompt")
+    program = Program(opened(tmp_path), ScriptedPolicy(tokenizer), Rendering(tokenizer), tools=None)
+    await program.ask([user("sum")], sampling={"max_new_tokens": 1})  # so that no special token ends it
+    await program.ask([*program.seen[-1], user("and")])
+    (prompt, tokens, _), (then, *_) = program.policy.sampled
+    assert tokenizer.decode(then) == tokenizer.decode(prompt + tokens) + "user: and"
+
+
 async def test_session_thinking_as_template_forks_where_it_is_stripped(tmp_path):
     script = ["<think>so</think>19", "<think>no</think>7"]
     program = await run(tmp_path, "thinking_stripped", script, thinking="as_template")
@@ -233,7 +244,7 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
 
     first, then = "<|im_start|>user\n12 and 7", "<|im_end|>\n<|im_start|>user\n result: "
     if prompt == "text":
-        said = (await ask(first)).content.removesuffix("<|im_end|>")
+        said = (await ask(first)).content
         await ask(first + said + then)
         await ask(first + said + "no end")  # after a reply that had one: a history of its own
     else:
@@ -245,6 +256,17 @@ async def test_session_prompts_that_go_on_after_a_reply_are_one_row(tmp_path, pr
     assert [len(leaf.turns) for leaf in program.session.tree.leaves()] == [2, 1]
 
 
+async def test_session_texts_that_clients_render_have_one_bos(tmp_path):
+    """The template writes it, and the tokenizer before any text."""
+    program = await run(tmp_path, "bos", ["the sum"], tools=None)
+    tokenizer, session = program.rendering.tokenizer, program.session
+    text = tokenizer.apply_chat_template([user("the sum of 12 and 7")], tokenize=False, add_generation_prompt=True)
+    for prompt in (text, text.removeprefix(tokenizer.bos_token)):
+        await session.sample(Asked(prompt=prompt), b"", program.rendering, program.policy, "")
+    first, *others = (prompt for prompt, *_ in program.policy.sampled)
+    assert others == [first, first] and first.count(tokenizer.bos_token_id) == 1
+
+
 async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
     program = await run(tmp_path, "chatml", [])
     program.policy.script = ["the sum of 12 and 7", " is 19", "no"]
@@ -254,6 +276,42 @@ async def test_session_texts_go_on_where_a_limit_ended_a_reply(tmp_path):
         number = await program.session.sample(asked, b"", program.rendering, program.policy, "")
         text += program.session.recorded(number).content
     assert checked(program)["rows"] == 1 and program.session.rows()["turn_numbers"] == [[2]]
+
+
+@pytest.mark.parametrize("made", [chat_tokenizer, sentencepiece_tokenizer])
+async def test_session_texts_go_on_as_their_client_reads_them(tmp_path, made):
+    """With a reply's first space, without a special token within it, and with what its last token has after the stop
+    string, or with the token that ended it; an edit is counted, an equal prompt is none.
+    """
+    policy, session = ScriptedPolicy(made()), opened(tmp_path)
+    tokenizer, rendering = policy.tokenizer, Rendering(policy.tokenizer)
+    within = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    [line] = tokenizer.encode("a\n", add_special_tokens=False)[-1:]
+
+    async def generate(ids, params):
+        tokens = [*tokenizer.encode(" 42", add_special_tokens=False), within]
+        tokens += tokenizer.encode("result: 19", add_special_tokens=False) if "stop" in params else [line]
+        text = policy.text(ids, tokens)
+        matched, text = ("result:", text.partition("result:")[0]) if "stop" in params else (line, text[:-1])
+        policy.sampled.append((ids, tokens, [-1e-6 * (99 * len(policy.sampled) + i + 1) for i in range(len(tokens))]))
+        return SampledReply(text, tokens, policy.sampled[-1][2], {"type": "stop", "matched": matched}, (3, 4)), []
+
+    async def ask(prompt, **sampling):
+        number = await session.sample(Asked(prompt=prompt, sampling=sampling), b"", rendering, generate, "")
+        return session.recorded(number).content
+
+    text = "12 and 7"
+    text += await ask(text, stop="result:") + "result: 19. "
+    text += await ask(text) + "\n and"
+    await ask(text)
+    assert tokenizer.decode(policy.sampled[-1][0], skip_special_tokens=True) == text, "no space of its own"
+    assert session.summary()["rows"] == 1 and session.summary()["forks"] == {}
+    for prompt in ("12 and 7", "12 and 7 is", "12"):
+        await ask(prompt)
+    session = Session.load(session.store, session.state.id)
+    await ask("12 and 7 is")
+    check_trained_once(policy, session.tree)
+    assert session.summary()["rows"] == 5 and session.summary()["forks"] == {"other": 2}
 
 
 async def test_session_limits_of_time_and_context_say_which(tmp_path):
