@@ -18,6 +18,7 @@ from recipe.atropos.launcher.sglang import GATEWAY_PORT
 from recipe.atropos.launcher.startup import API_PORT
 from recipe.atropos.run.record import read_metrics
 from recipe.atropos.utils.process import free_port, port_is_free, start_service
+from recipe.atropos.utils.secret import environments_key
 
 
 def test_promises_environment_asks_the_server_for_the_model(server, model_path):
@@ -82,7 +83,7 @@ def launched_at_default_ports(terminal, folder):
         launcher = terminal([*launch, "environment.target=null", "--config=cpu.yaml"], folder)
         launcher.wait_for(r"python environments/gsm8k_server.py serve .*\n")
         addresses = (
-            f'"rollout_server_url": "http://127.0.0.1:{API_PORT}/{KEY}"',
+            f'"rollout_server_url": "http://127.0.0.1:{API_PORT}/{environments_key(KEY)}"',
             f'"base_url": "http://127.0.0.1:{GATEWAY_PORT}/v1"',
         )
         if all(address in launcher.text for address in addresses):
@@ -98,7 +99,7 @@ def test_promises_commands_of_the_main_document_run_as_written(terminal, folder,
     monkeypatch.setenv("ATROPOS_API_KEY", KEY)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder / "atropos")]))
     launcher = launched_at_default_ports(terminal, folder)
-    assert f'"api_key": "{KEY}"' in launcher.text, "the key that is given is every service's"
+    assert f'"api_key": "{environments_key(KEY)}"' in launcher.text, "that of environments"
     url = "--env.rollout_server_url http://localhost:8000"
     commands = (
         ["bash", "-c", f"exec {told_command(launcher.text)}"],
