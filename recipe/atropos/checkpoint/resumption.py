@@ -79,9 +79,9 @@ def check_folder(folder: RunDir, config: DictConfig) -> Path | None:
     for path in (folder.metrics, folder.evaluations, folder.alarms, *folder.environments.glob("*.jsonl")):
         read_lines(path)
     read_json(folder.summary)
-    checkpoints, others = _own_checkpoints(folder, config), checkpoints_of(folder)
+    checkpoints = _own_checkpoints(folder, config)
     resumed = checkpoints.to_resume(config.trainer)
-    if resumed is None and config.trainer.resume_mode == "auto" and others.whole():
+    if resumed is None and config.trainer.resume_mode == "auto" and (others := checkpoints_of(folder)).whole():
         raise ConfigurationError(
             f"trainer.default_local_dir={checkpoints.directory}, and this run has its checkpoints in "
             f"{others.directory}: give that or move them, or begin another run (--run-dir)"

@@ -33,8 +33,8 @@ def place_servers(config: DictConfig) -> str | None:
     Raises:
         ConfigurationError: this machine has too few GPUs either way, or a setting does not go with Ray's placement.
     """
-    inference = config.inference
-    by_ray = inference.placement is None and cluster_address(config.ray_kwargs.ray_init) is not None
+    inference, joined = config.inference, cluster_address(config.ray_kwargs.ray_init) is not None
+    by_ray = inference.placement is None and joined
     if inference.placement == "ray" or (by_ray and config.trainer.nnodes > 1):
         return _place_by_ray(config)
     if "cpu" in (inference.device, config.trainer.device):
@@ -45,7 +45,7 @@ def place_servers(config: DictConfig) -> str | None:
     launch = SGLangLaunch("", extra_args=inference.args)
     each, first = launch.gpus, launch.extra_args.get("base_gpu_id")
     decided, colocated, servers = inference.colocated is None, inference.colocated, inference.servers
-    nodes, joined = config.trainer.nnodes, cluster_address(config.ray_kwargs.ray_init)
+    nodes = config.trainer.nnodes
     several = f"with trainer.nnodes={nodes}: Ray may give these GPUs to ranks"
     check_rules(
         [

@@ -192,8 +192,10 @@ class Groups:
     async def keep_tickets(self) -> None:
         """Tell the Trajectory API that the environments of open groups are alive, so they keep their tickets."""
         for env_id in {group.env_id for group in self._groups.values()}:
-            with contextlib.suppress(TrajectoryApiError):  # it knows this one no more, or is away
+            try:
                 await self._api.status(env_id)
+            except TrajectoryApiError as error:  # the others keep theirs
+                logger.error("environment %d may lose its tickets: %s", env_id, error)
 
     async def _poll(self, group: SessionGroup) -> None:
         sessions = [self._load(identifier) for identifier in group.sessions]
